@@ -1,0 +1,35 @@
+# Needs nothing but Python 3.11 and pip. Everything is installed into .venv, once; later runs do not touch the network.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# mypy sees every module under the name it is installed with: passes/ and kernels/ belong inside dualkv_compile.
+TYPES := build/types/dualkv_compile
+
+.PHONY: demo test lint types clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m dualkv_compile demo $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	rm -rf $(TYPES)
+	mkdir -p $(TYPES)
+	ln -s $(CURDIR)/dualkv_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(TYPES)/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dualkv_compile
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The stamp is made last, so that an interrupted installation is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test,plot,dev]'
+	touch $@

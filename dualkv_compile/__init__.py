@@ -1,0 +1,37 @@
+"""A torch.compile backend that computes every repeated prompt of a batch once.
+
+    import torch
+    model = torch.compile(model, backend="dualkv")
+"""
+
+from dualkv_compile.attention import packed_attention
+from dualkv_compile.errors import (
+    CompilationError,
+    DualKVError,
+    InputError,
+    OptionError,
+    UnsupportedGraphError,
+    VerificationError,
+)
+from dualkv_compile.explain import Explanation, explain
+from dualkv_compile.options import Options
+from dualkv_compile.plan import PrefixPlan
+from dualkv_compile.statistics import reset_stats, stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompilationError",
+    "DualKVError",
+    "Explanation",
+    "InputError",
+    "OptionError",
+    "Options",
+    "PrefixPlan",
+    "UnsupportedGraphError",
+    "VerificationError",
+    "explain",
+    "packed_attention",
+    "reset_stats",
+    "stats",
+]

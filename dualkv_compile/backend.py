@@ -1,0 +1,75 @@
+"""The ``torch.compile`` backend ``"dualkv"``, found through the entry point group ``torch_dynamo_backends``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.compiled import compile_now
+from dualkv_compile.errors import UnsupportedGraphError
+from dualkv_compile.options import Options
+from dualkv_compile.passes.pipeline import Analysis, analyse, mentions_attention
+from dualkv_compile.passes.reasons import Reason
+from dualkv_compile.runtime import Dispatcher, Refused
+
+log = logging.getLogger("dualkv_compile")
+_told: set[str] = set()
+
+
+def dualkv(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph so that every distinct prefix of its batch is computed once.
+
+    Use as ``torch.compile(model, backend="dualkv", options={...})``; see `Options` for the options. Where sharing cannot be
+    proven exact, the untouched graph is compiled by Inductor and the reason is logged and counted.
+
+    Raises OptionError for a bad option. UnsupportedGraphError (with ``on_unsupported="error"``) is raised by the compiled
+    function, since an error raised here would only make Dynamo try smaller graphs.
+    """
+    parsed = Options.parse(options, mode)
+    try:
+        analysis = analyse(gm, example_inputs, strategy=parsed.attention)
+    except Exception as error:  # any failure of ours must end in the plain graph, counted and told
+        log.warning("the passes failed; the plain graph runs", exc_info=error)
+        failure = Reason("", f"the passes failed ({type(error).__name__}: {error})")
+        analysis = Analysis(has_attention=mentions_attention(gm), reasons=[failure])
+    _tell(analysis)
+    if analysis.reasons and parsed.on_unsupported == "error" and analysis.has_attention:
+        return _raiser(analysis.reasons)
+    if analysis.packed is not None:
+        dynamic = any(isinstance(example, torch.SymInt) for example in example_inputs)
+        return Dispatcher(gm, analysis, parsed, dynamic=dynamic)
+    compiled = compile_now(gm, example_inputs, parsed)
+    return Refused(compiled, analysis.reasons) if analysis.has_attention else compiled
+
+
+def _raiser(reasons: Sequence[Reason]) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise UnsupportedGraphError("not (completely) shareable: " + "; ".join(map(str, reasons)))
+
+    return refuse
+
+
+def _tell(analysis: Analysis) -> None:
+    """Log each reason once in the process."""
+    for reason in analysis.reasons if analysis.has_attention else ():
+        text = str(reason)
+        if text not in _told:
+            _told.add(text)
+            log.warning("%s; %s", text, "this part runs as written" if analysis.packed else "the plain graph runs")
+    if analysis.packed is not None:
+        log.info(
+            "packed %d of %d attentions, %.1f%% of the operations",
+            analysis.packed_attentions,
+            analysis.attentions,
+            100 * analysis.share,
+        )

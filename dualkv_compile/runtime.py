@@ -1,0 +1,252 @@
+"""What runs at each call: read the rows, find the tree, choose the graph.
+
+    args -> keys -> PrefixPlan (cached by content) -> worth it?  yes: packed graph(args, plan tensors)
+                                                                 no:  plain graph(args)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.compiled import CompiledGraph
+from dualkv_compile.errors import CompilationError, DualKVError, UnsupportedGraphError
+from dualkv_compile.options import Options
+from dualkv_compile.passes.pack import PackedGraph, PlanInput
+from dualkv_compile.passes.pipeline import Analysis
+from dualkv_compile.passes.reasons import Reason
+from dualkv_compile.passes.symbols import SymbolTable
+from dualkv_compile.passes.values import Frame, Root, Value
+from dualkv_compile.plan import PrefixPlan
+from dualkv_compile.plan_cache import PlanCache
+from dualkv_compile.statistics import STATISTICS
+
+log = logging.getLogger("dualkv_compile")
+
+
+class Batch:
+    """The tree of one frame of the graph (one batch of rows), from the inputs of a call."""
+
+    def __init__(
+        self, frame: Frame, roots: Sequence[Root], analysis: Analysis, options: Options, records_validity: Value | None
+    ) -> None:
+        assert analysis.symbols is not None and analysis.normal is not None
+        self.frame = frame
+        self._symbols: SymbolTable = analysis.symbols
+        self._options = options
+        self._data = [root for root in roots if not root.static]
+        self._static = [root for root in roots if root.static]
+        self._cache = PlanCache()
+        self._static_plans: dict[tuple[Any, ...], PrefixPlan] = {}
+        self._keep: Callable[..., torch.Tensor] | None = None
+        if options.padding == "drop" and records_validity is not None:
+            self._keep = _value_function(analysis.normal.module, records_validity.source)
+
+    def plan(self, args: Sequence[Any]) -> tuple[PrefixPlan, int]:
+        """The tree of this call's rows, and how often the device had to be waited for."""
+        rows = self._symbols.evaluate(self.frame.rows, args)
+        columns = self._symbols.evaluate(self.frame.columns, args)
+        device = _device(args)
+        heads = [self._head(root, rows, args) for root in self._static]
+        if not self._data and self._keep is None and len(set(heads)) == 1:
+            key = (heads[0], columns, device)
+            if key not in self._static_plans:
+                groups, shared = heads[0]
+                self._static_plans[key] = PrefixPlan.static(
+                    groups, shared, columns, device=device, min_shared=self._options.min_shared
+                )
+            return self._static_plans[key], 0
+        keys = [args[root.input_index].detach() for root in self._data if root.input_index is not None]
+        keys.extend(_surrogate(groups, shared, columns, device) for groups, shared in heads)
+        keep = None if self._keep is None else self._keep(*args).bool()
+        return self._cache.get(keys, min_shared=self._options.min_shared, keep=keep)
+
+    def _head(self, root: Root, rows: int, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+        assert root.groups is not None and root.shared is not None
+        count = self._symbols.evaluate(root.groups.count, args)
+        return tuple(root.groups.ids(rows, count)), self._symbols.evaluate(root.shared, args)
+
+    def bounds(self, frame: Frame, args: Sequence[Any]) -> tuple[int, int]:
+        """The absolute columns ``[start, stop)`` of a derived frame."""
+        start, stop = 0, self._symbols.evaluate(frame.base.columns, args)
+        for piece in frame.slices():
+            first = self._symbols.evaluate(piece.start, args)
+            last = self._symbols.evaluate(piece.stop, args)
+            low, high, _ = slice(first, last).indices(stop - start)
+            start, stop = start + low, start + max(low, high)
+        return start, stop
+
+
+def _surrogate(groups: Sequence[int], shared: int, columns: int, device: torch.device) -> torch.Tensor:
+    """A key that agrees exactly where the graph itself repeats rows: the group first, then a number of the row's own."""
+    group = torch.tensor(groups, device=device).unsqueeze(1)
+    own = torch.arange(len(groups), device=device).unsqueeze(1) + len(groups)
+    column = torch.arange(columns, device=device).unsqueeze(0)
+    return torch.where(column < shared, group, own)
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.device.type != "cpu":
+            return arg.device
+    return torch.device("cpu")
+
+
+def _value_function(module: fx.GraphModule, node: fx.Node) -> Callable[..., torch.Tensor]:
+    """A function of the graph's inputs that computes the one value ``node`` (a mask of the tokens)."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for original in module.graph.nodes:
+        if original.op == "output":
+            break
+        copied[original] = graph.node_copy(original, lambda other: copied[other])
+    graph.output(copied[node])
+    part = fx.GraphModule(module, graph)
+    part.graph.eliminate_dead_code()
+    part.recompile()
+    return part.forward  # type: ignore[no-any-return]
+
+
+class Dispatcher:
+    """The callable that Dynamo's compiled frame calls: packed graph or plain graph."""
+
+    def __init__(self, gm: fx.GraphModule, analysis: Analysis, options: Options, *, dynamic: bool) -> None:
+        assert analysis.packed is not None and analysis.normal is not None
+        self.analysis = analysis
+        self.options = options
+        self.packed: PackedGraph = analysis.packed
+        self._constants = analysis.normal.constants
+        self._plain = CompiledGraph(gm, options, dynamic=dynamic, name="plain")
+        self._compiled = CompiledGraph(self.packed.module, options, dynamic=dynamic, name="packed")
+        self._broken: Reason | None = None
+        self.batches = [
+            Batch(frame, roots, analysis, options, validity_of(self.packed, frame))
+            for frame, roots in self.packed.roots.items()
+        ]
+        self._by_frame = {batch.frame: batch for batch in self.batches}
+        self._verified = False
+        self.plans: list[PrefixPlan] = []
+
+    def __call__(self, *args: Any) -> Any:
+        STATISTICS.add(calls=1)
+        for reason in self.analysis.reasons:
+            STATISTICS.reason(str(reason))
+        refused = self._broken or self._changed_constant(args)
+        if refused is not None:
+            STATISTICS.reason(str(refused))
+            return self._run_plain(args)
+        plans = self._plans(args)
+        given = sum(plan.rows * plan.columns for plan in plans.values())
+        computed = sum(plan.tokens for plan in plans.values())
+        STATISTICS.add(tokens_given=given)
+        if not self._worth(given, computed, plans.values()):
+            STATISTICS.add(tokens_computed=given)
+            return self._run_plain(args)
+        inputs = self._inputs(args, plans)
+        try:
+            result = self._compiled(*inputs)
+        except CompilationError:
+            raise
+        except Exception as error:
+            return self._failed(error, args, given)
+        STATISTICS.add(packed_calls=1, tokens_computed=computed)
+        if self.options.verify is not False and not (self.options.verify == "first" and self._verified):
+            from dualkv_compile.verify import verify_call
+
+            verify_call(self, args, inputs, plans, result)
+            self._verified = True
+        return result
+
+    def run_plain(self, *args: Any) -> Any:
+        """The untouched graph, compiled; used by verification."""
+        return self._plain(*args)
+
+    def run_packed(self, *inputs: Any) -> Any:
+        """The rewritten graph, compiled, on prepared inputs; used by verification."""
+        return self._compiled(*inputs)
+
+    def _run_plain(self, args: Sequence[Any]) -> Any:
+        STATISTICS.add(plain_calls=1)
+        return self._plain(*args)
+
+    def _changed_constant(self, args: Sequence[Any]) -> Reason | None:
+        for index, value in self._constants.items():
+            present = args[index].item()
+            if present != value:
+                return Reason("", f"a number of the model changed from {value} to {present} since the graph was rewritten")
+        return None
+
+    def _plans(self, args: Sequence[Any]) -> dict[Frame, PrefixPlan]:
+        plans: dict[Frame, PrefixPlan] = {}
+        for batch in self.batches:
+            plans[batch.frame], syncs = batch.plan(args)
+            STATISTICS.add(device_syncs=syncs)
+        self.plans = list(plans.values())
+        return plans
+
+    def _worth(self, given: int, computed: int, plans: Any) -> bool:
+        # With fewer than two tokens in a plan, sizes 0 and 1 would be built into the graph as constants.
+        if any(plan.tokens < 2 for plan in plans):
+            return False
+        share = self.analysis.share
+        ratio = 1.0 / ((1.0 - share) + share * computed / given)
+        return ratio >= self.options.min_saving
+
+    def _inputs(self, args: Sequence[Any], plans: dict[Frame, PrefixPlan]) -> list[Any]:
+        windows: dict[Frame, Any] = {}
+        inputs: list[Any] = []
+        for item in self.packed.inputs:
+            if not isinstance(item, PlanInput):
+                inputs.append(args[item])
+                continue
+            base = item.frame.base
+            holder: Any = plans[base]
+            if item.frame is not base:
+                if item.frame not in windows:
+                    windows[item.frame] = plans[base].window(*self._by_frame[base].bounds(item.frame, args))
+                holder = windows[item.frame]
+            tensor = getattr(holder, item.name)
+            if item.name != "inverse":
+                torch._dynamo.mark_dynamic(tensor, 0)
+            inputs.append(tensor)
+        return inputs
+
+    def _failed(self, error: Exception, args: Sequence[Any], given: int) -> Any:
+        """The packed graph could not be compiled or run: count it, say it once, take the plain graph."""
+        if isinstance(error, DualKVError) or self.options.on_unsupported == "error":
+            raise UnsupportedGraphError(f"the packed graph failed: {type(error).__name__}: {error}") from error
+        reason = Reason("", f"the packed graph failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+        STATISTICS.reason(str(reason))
+        STATISTICS.add(tokens_computed=given)
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if not out_of_memory:
+            self._broken = reason
+        log.warning("%s; the plain graph runs %s", reason, "for this call" if out_of_memory else "from now on", exc_info=error)
+        return self._run_plain(args)
+
+
+def validity_of(packed: PackedGraph, frame: Frame) -> Value | None:
+    """The mask of the tokens of ``frame``, if every attention hides the same keys by it."""
+    found = packed.records.validity.get(frame, [])
+    first = found[0] if found else None
+    if first is None or any(value is None or value.source is not first.source for value in found):
+        return None
+    return first
+
+
+class Refused:
+    """The callable for a graph that is not rewritten: counts the call and its reasons, and runs the plain graph."""
+
+    def __init__(self, compiled: Callable[..., Any], reasons: Sequence[Reason]) -> None:
+        self._compiled = compiled
+        self._reasons = [str(reason) for reason in reasons]
+
+    def __call__(self, *args: Any) -> Any:
+        STATISTICS.add(calls=1, plain_calls=1)
+        for reason in self._reasons:
+            STATISTICS.reason(reason)
+        return self._compiled(*args)

@@ -1,0 +1,106 @@
+"""Attention over the grid -> attention over the prefix tree.
+
+Before:  ``scaled_dot_product_attention(q[B,H,S,D], repeat_kv(k)[B,H,S,D], repeat_kv(v), mask[B,1,S,S])``
+After:   ``dualkv.packed_attention(q[1,H,T,D], k[1,Hk,T,D], v[1,Hk,T,D], tree, mask terms)``
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.kernels.predicate import to_text
+from dualkv_compile.passes.mask import Lifted, lift
+from dualkv_compile.passes.pack import Scope
+from dualkv_compile.passes.reasons import Unproven
+from dualkv_compile.passes.registry import register
+from dualkv_compile.passes.values import Dim, Value, same
+
+aten = torch.ops.aten
+_LAYOUT = (Dim.ROW, Dim.FEATURE, Dim.COLUMN, Dim.FEATURE)
+
+
+@register(aten.scaled_dot_product_attention.default, family="attention")
+def attention(
+    cx: Scope,
+    node: fx.Node,
+    query: Value,
+    key: Value,
+    value: Value,
+    attn_mask: Value | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Value:
+    """Causal attention of packed query, key and value ``[1, H, T, D]``.
+
+    The mask operand is looked at first as a question about its origin, so it does not matter that the mask tensor itself
+    has no packed form. Dropout with p > 0 was refused for the whole graph before.
+    """
+    for name, part in (("query", query), ("key", key), ("value", value)):
+        if part.tags != _LAYOUT:
+            raise Unproven(f"its {name} is not known from the tokens as [rows, heads, columns, features]")
+    frame, roots = cx.join([query, key, value])
+    if frame.parent is not None:
+        raise Unproven("it runs on a slice of the columns")
+    mask_node = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if isinstance(mask_node, fx.Node):
+        lifted = lift(cx, mask_node, frame)
+    elif is_causal:
+        lifted = Lifted(None, [], frozenset(), None)
+    else:
+        raise Unproven("it has no mask and is not causal: tokens see later ones")
+    if scale is None:
+        width = query.shape[3]
+        if not isinstance(width, int):
+            raise Unproven("its head dimension is symbolic")
+        scale = 1.0 / math.sqrt(width)
+    if not isinstance(scale, float | int):
+        raise Unproven("its scale is not a number")
+    heads = query.shape[1]
+    key_node, value_node = (_grouped(cx, part, heads) for part in (key, value))
+    tree = [cx.plan(frame, name) for name in ("rank", "column", "end", "nodes")]
+    text = to_text(lifted.expression)
+    new = cx.emit(
+        torch.ops.dualkv.packed_attention.default,
+        cx.packed(query),
+        key_node,
+        value_node,
+        *tree,
+        lifted.vectors,
+        text,
+        float(scale),
+        cx.strategy,
+    )
+    result = cx.result(node, _LAYOUT, [query, key, value], cx.emit(operator.getitem, new, 0))
+    result.roots = roots | lifted.roots
+    cx.records.attention_masks[node] = text
+    cx.records.validity.setdefault(frame, []).append(lifted.validity)
+    return result
+
+
+def _grouped(cx: Scope, part: Value, heads: Any) -> fx.Node:
+    """Keys or values without the repetition of heads (``unsqueeze -> expand -> reshape``): the kernel groups heads itself."""
+    packed = cx.packed(part)
+    if packed.op != "call_function" or packed.target is not aten.reshape.default:
+        return packed
+    expanded = packed.args[0]
+    if not isinstance(expanded, fx.Node) or expanded.target is not aten.expand.default:
+        return packed
+    inserted = expanded.args[0]
+    if not isinstance(inserted, fx.Node) or inserted.target is not aten.unsqueeze.default or inserted.args[1] != 2:
+        return packed
+    # [1, Hk, 1, T, D] -> [1, Hk, n, T, D] -> [1, Hk * n, T, D]: head h reads key head h // n.
+    original = inserted.args[0]
+    sizes = packed.args[1]
+    repeats = expanded.args[1][2]  # type: ignore[index]
+    if len(sizes) != 4 or not isinstance(repeats, int) or not same(sizes[1], heads):  # type: ignore[arg-type]
+        return packed
+    assert isinstance(original, fx.Node)
+    return original

@@ -1,0 +1,565 @@
+"""Attention masks: from a ``[B, 1, S, S]`` tensor back to the predicate it was computed from.
+
+Before:   ``le(k[1,1,1,S], q[1,1,S,1]) & am[b[B,1,1,1], k[1,1,1,S]]  -> expand [B, 1, S, S]``
+After:    causal, with the remaining term ``("k", 0)`` over the packed vector ``am``
+
+The tensor is never computed. Its value is asked for at a symbolic position (row b, head h, query column, key column), and the
+question is pulled back through the graph: ``unsqueeze`` drops an index, ``expand`` reads index 0, ``index`` substitutes
+indices, ``arange`` is its own index, pointwise operators make expressions. The question ends at per-token values (read at
+the query or the key token) and at values that do not vary between rows (read at the query or key column).
+A key of the row may be read from the packed key token because it is visible only where the rows share that column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.passes.reasons import Unproven, operator_name
+from dualkv_compile.passes.uniform import is_uniform
+from dualkv_compile.passes.values import Dim, Frame, Root, Value, same
+
+if TYPE_CHECKING:
+    from dualkv_compile.passes.pack import Scope
+
+aten = torch.ops.aten
+Expr = tuple[Any, ...]
+
+ROW: Expr = ("row",)
+HEAD: Expr = ("head",)
+QUERY: Expr = ("qcol",)
+KEY: Expr = ("kcol",)
+ZERO: Expr = ("const", 0)
+
+_BINARY: dict[object, str] = {
+    aten.le.Tensor: "le",
+    aten.le.Scalar: "le",
+    aten.lt.Tensor: "lt",
+    aten.lt.Scalar: "lt",
+    aten.ge.Tensor: "ge",
+    aten.ge.Scalar: "ge",
+    aten.gt.Tensor: "gt",
+    aten.gt.Scalar: "gt",
+    aten.eq.Tensor: "eq",
+    aten.eq.Scalar: "eq",
+    aten.ne.Tensor: "ne",
+    aten.ne.Scalar: "ne",
+    aten.__and__.Tensor: "and",
+    aten.bitwise_and.Tensor: "and",
+    aten.logical_and.default: "and",
+    aten.__or__.Tensor: "or",
+    aten.bitwise_or.Tensor: "or",
+    aten.logical_or.default: "or",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.floor_divide.default: "floordiv",
+    aten.remainder.Scalar: "mod",
+    aten.remainder.Tensor: "mod",
+    aten.minimum.default: "minimum",
+    aten.maximum.default: "maximum",
+}
+_SUMS = {aten.add.Tensor: "add", aten.add.Scalar: "add", aten.sub.Tensor: "sub", aten.sub.Scalar: "sub"}
+_LOGIC_NOT = {aten.bitwise_not.default, aten.logical_not.default}
+_COPIES = {
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+}
+
+
+@dataclass
+class Lifted:
+    """The extra terms of a mask (None if plain causal), the packed vectors they read, and their roots."""
+
+    expression: Expr | None
+    vectors: list[fx.Node]
+    roots: frozenset[Root]
+    validity: Value | None
+
+
+@dataclass
+class _Question:
+    """Shared state of one lifting: the frame, and the vectors found so far."""
+
+    frame: Frame
+    vectors: list[tuple[Scope, fx.Node]] = field(default_factory=list)
+    sources: list[Value] = field(default_factory=list)
+    roots: set[Root] = field(default_factory=set)
+
+
+def lift(scope: Scope, mask: fx.Node, frame: Frame) -> Lifted:
+    """The predicate of ``mask``, a boolean (or additive) attention mask ``[B or 1, H or 1, S or 1, S]``.
+
+    Raises Unproven if it is not causal, or not a function of the tokens and columns.
+    """
+    val = mask.meta["val"]
+    if val.ndim != 4:
+        raise Unproven("its mask is not four-dimensional")
+    question = _Question(frame)
+    asked: list[Expr] = []
+    for dim, index in enumerate((ROW, HEAD, QUERY, KEY)):
+        asked.append(ZERO if same(val.shape[dim], 1) else index)
+    if not same(val.shape[3], frame.columns) or not (same(val.shape[2], frame.columns)):
+        raise Unproven("its mask does not cover every query and key column")
+    expression = _at(question, scope, mask, tuple(asked))
+    if val.dtype != torch.bool:
+        expression = _additive(expression)
+    terms = list(_conjuncts(expression))
+    by_position = _position_order_within_documents(question, terms)
+    if by_position is None and not any(_is_causal(term) for term in terms):
+        raise Unproven("its mask lets a token see later ones (it is not causal)")
+    kept = [term for term in terms if not _implied(term) and term is not by_position]
+    for term in kept:
+        _check_closed(term)
+    joined: Expr | None = None
+    for term in kept:
+        joined = term if joined is None else ("and", joined, term)
+    vectors = [_bring(scope, owner, node) for owner, node in question.vectors]
+    return Lifted(joined, vectors, frozenset(question.roots), _validity(question, kept))
+
+
+def _bring(scope: Scope, owner: Scope, node: fx.Node) -> fx.Node:
+    """A node of ``owner``, ``scope`` itself or one of its callers, as a node of ``scope``."""
+    if scope is owner:
+        return node
+    assert scope.parent is not None
+    return scope.capture(_bring(scope.parent, owner, node))
+
+
+# ---------------------------------------------------------------------- pulling an index back
+
+
+def _at(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr:
+    """The value of ``node`` (an original node of ``scope``) at the symbolic position ``index``."""
+    if node.op == "placeholder" and scope.parent is not None and node in scope.callers:
+        return _at(question, scope.parent, scope.callers[node], index)
+    value = scope.values.get(node)
+    if isinstance(value, Value) and value.is_packed:
+        return _leaf(question, scope, value, index)
+    step = _TRANSLATORS.get(node.target) if node.op == "call_function" else None
+    if step is not None:
+        answer = step(question, scope, node, index)
+        if answer is not None:
+            return answer
+    if isinstance(value, Value):
+        return _leaf(question, scope, value, index)
+    raise Unproven(f"its mask is made by {operator_name(node)}, which is not understood")
+
+
+def _operand(question: _Question, scope: Scope, arg: Any, index: tuple[Expr, ...]) -> Expr:
+    """An operand of a pointwise operator at the (broadcast) position ``index``."""
+    if not isinstance(arg, fx.Node):
+        return ("const", arg)
+    val = arg.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        raise Unproven("its mask depends on a symbolic size")
+    own = index[len(index) - val.ndim :] if val.ndim else ()
+    own = tuple(ZERO if same(size, 1) else item for size, item in zip(val.shape, own, strict=True))
+    return _at(question, scope, arg, own)
+
+
+def _leaf(question: _Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
+    """A vector over the packed tokens, read at the query's or the key's token."""
+    kinds = {item[0] for item in index if item[0] in ("qcol", "kcol")}
+    if len(kinds) > 1 or any(item[0] not in ("row", "qcol", "kcol", "const") for item in index):
+        raise Unproven("its mask is data that is indexed by both query and key")
+    if not kinds:
+        raise Unproven("its mask has a term that belongs to a row as a whole")
+    (kind,) = kinds
+    tags = tuple(
+        Dim.ROW if item == ROW else Dim.COLUMN if item[0] == kind else Dim.FEATURE for item in index
+    )
+    if tags.count(Dim.COLUMN) != 1:
+        raise Unproven("its mask is data that is indexed by both query and key")
+    if value.tags is not None:
+        if value.frame is not question.frame or value.tags != tags:
+            raise Unproven("its mask reads per-token data of another layout")
+        node = scope.packed(value)
+        question.roots |= value.roots
+    else:
+        node = _column_vector(question, scope, value, tags)
+    with scope.at_definition(node):
+        for dim in reversed(range(len(index))):
+            if tags[dim] is not Dim.COLUMN:
+                node = scope.emit(aten.select.int, node, dim, index[dim][1] if tags[dim] is Dim.FEATURE else 0)
+    question.vectors.append((scope, node))
+    question.sources.append(value)
+    return ("q" if kind == "qcol" else "k", len(question.vectors) - 1)
+
+
+def _column_vector(question: _Question, scope: Scope, value: Value, tags: tuple[Dim, ...]) -> fx.Node:
+    """An as-written value that does not vary between rows, taken at each token's column."""
+    column = tags.index(Dim.COLUMN)
+    if not same(value.shape[column], question.frame.columns):
+        raise Unproven("its mask reads a tensor of another number of columns")
+    for dim, kind in enumerate(tags):
+        if kind is Dim.ROW and not is_uniform(value.source, dim):
+            raise Unproven("its mask is data that differs from row to row and is not known from the tokens")
+    node = scope.grid(value)
+    with scope.at_definition(node):
+        for dim, kind in enumerate(tags):
+            if kind is Dim.ROW:
+                node = scope.emit(aten.narrow.default, node, dim, 0, 1)
+        return scope.emit(torch.ops.dualkv.unpack.default, node, scope.plan(question.frame, "column"), column)
+
+
+_Translator = Callable[[_Question, "Scope", fx.Node, tuple[Expr, ...]], Expr | None]
+_TRANSLATORS: dict[object, _Translator] = {}
+
+
+def _translates(*targets: object) -> Callable[[_Translator], _Translator]:
+    def decorate(translator: _Translator) -> _Translator:
+        _TRANSLATORS.update(dict.fromkeys(targets, translator))
+        return translator
+
+    return decorate
+
+
+@_translates(*_BINARY, *_SUMS)
+def _binary(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    name = _BINARY.get(node.target) or _SUMS[node.target]
+    if node.target in _SUMS and node.kwargs.get("alpha", 1) != 1:
+        return None
+    a, b = (_operand(question, scope, arg, index) for arg in node.args[:2])
+    return _fold((name, a, b))
+
+
+@_translates(*_LOGIC_NOT)
+def _not(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return ("not", _operand(question, scope, node.args[0], index))
+
+
+@_translates(aten.neg.default, aten.abs.default)
+def _unary(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return ("neg" if node.target is aten.neg.default else "abs", _operand(question, scope, node.args[0], index))
+
+
+@_translates(*_COPIES)
+def _copy(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    if result == torch.bool and source != torch.bool:
+        # The cast of data itself is a leaf (its packed form exists); only masks made of columns come here.
+        return ("bool", _operand(question, scope, node.args[0], index))
+    if result == source or not (result.is_floating_point or source.is_floating_point or result == torch.bool):
+        return _operand(question, scope, node.args[0], index)
+    if source == torch.bool:
+        return ("bool", _operand(question, scope, node.args[0], index))
+    return None
+
+
+@_translates(aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther)
+def _where(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    condition, a, b = (_operand(question, scope, arg, index) for arg in node.args[:3])
+    return ("where", condition, a, b)
+
+
+@_translates(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    base, mask, fill = (_operand(question, scope, arg, index) for arg in node.args[:3])
+    return ("where", mask, fill, base)
+
+
+@_translates(aten.unsqueeze.default)
+def _unsqueeze(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    place = int(node.args[1]) % len(index)  # type: ignore[arg-type]
+    return _at(question, scope, node.args[0], (*index[:place], *index[place + 1 :]))  # type: ignore[arg-type]
+
+
+@_translates(aten.expand.default, aten.expand_as.default)
+def _expand(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return _operand(question, scope, node.args[0], index)
+
+
+@_translates(aten.permute.default, aten.transpose.int)
+def _permute(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    order = list(range(len(index)))
+    if node.target is aten.transpose.int:
+        a, b = (int(dim) % len(index) for dim in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [int(dim) % len(index) for dim in node.args[1]]  # type: ignore[union-attr,arg-type]
+    source: list[Expr] = [ZERO] * len(index)
+    for place, dim in enumerate(order):
+        source[dim] = index[place]
+    return _at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
+
+
+@_translates(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+def _view(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """Only views that insert or drop dimensions of size 1."""
+    old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    solid_old = [dim for dim, size in enumerate(old) if not same(size, 1)]
+    solid_new = [dim for dim, size in enumerate(new) if not same(size, 1)]
+    if len(solid_old) != len(solid_new):
+        return None
+    source: list[Expr] = [ZERO] * len(old)
+    for a, b in zip(solid_old, solid_new, strict=True):
+        if not same(old[a], new[b]):
+            return None
+        source[a] = index[b]
+    return _at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
+
+
+@_translates(aten.slice.Tensor)
+def _slice(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    dim = int(node.args[1]) % len(index) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+    start = node.args[2] if len(node.args) > 2 else 0
+    step = node.args[4] if len(node.args) > 4 else 1
+    start = 0 if start is None else start
+    if not isinstance(start, int) or start < 0 or step != 1:
+        return None
+    moved = _fold(("add", index[dim], ("const", start)))
+    return _at(question, scope, node.args[0], (*index[:dim], moved, *index[dim + 1 :]))  # type: ignore[arg-type]
+
+
+@_translates(aten.select.int)
+def _select(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    rank = len(index) + 1
+    dim, place = int(node.args[1]) % rank, node.args[2]  # type: ignore[arg-type]
+    if not isinstance(place, int) or place < 0:
+        return None
+    return _at(question, scope, node.args[0], (*index[:dim], ("const", place), *index[dim:]))  # type: ignore[arg-type]
+
+
+@_translates(aten.index.Tensor)
+def _index(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """``x[i, j]`` with index tensors for the leading dimensions: their own values become the indices."""
+    given = list(node.args[1])  # type: ignore[arg-type]
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if any(item is None or item.meta["val"].dtype == torch.bool for item in given):
+        return None
+    rest = source.ndim - len(given)
+    around = index[: len(index) - rest]
+    found = tuple(_operand(question, scope, item, around) for item in given)
+    if any(item[0] not in ("row", "head", "qcol", "kcol", "const") for item in found):
+        return None
+    return _at(question, scope, node.args[0], (*found, *index[len(index) - rest :]))  # type: ignore[arg-type]
+
+
+@_translates(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _arange(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    start = 0 if node.target is aten.arange.default else node.args[0]
+    step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None
+    return _fold(("add", _fold(("mul", index[0], ("const", step))), ("const", start)))
+
+
+@_translates(aten.new_ones.default, aten.ones.default, aten.ones_like.default)
+def _ones(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return ("const", 1)
+
+
+@_translates(aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+def _zeros(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return ZERO
+
+
+@_translates(aten.new_full.default, aten.full.default, aten.full_like.default)
+def _full(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    fill = node.args[1] if node.target is not aten.new_full.default else node.args[2]
+    return ("const", fill) if isinstance(fill, int | float) else None
+
+
+@_translates(aten.scalar_tensor.default)
+def _scalar(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return ("const", node.args[0]) if isinstance(node.args[0], int | float) else None
+
+
+# ---------------------------------------------------------------------- reading the predicate
+
+
+def _fold(expression: Expr) -> Expr:
+    """Drop neutral operands, so that ``arange + 0`` is still an index."""
+    name, a, b = expression
+    if name in ("add", "sub") and b == ZERO:
+        return a  # type: ignore[no-any-return]
+    if name == "add" and a == ZERO:
+        return b  # type: ignore[no-any-return]
+    if name == "mul" and b == ("const", 1):
+        return a  # type: ignore[no-any-return]
+    if name == "and" and a[0] == "const" and a[1] in (True, 1):
+        return b  # type: ignore[no-any-return]
+    if name == "and" and b[0] == "const" and b[1] in (True, 1):
+        return a  # type: ignore[no-any-return]
+    return expression
+
+
+def _additive(expression: Expr) -> Expr:
+    """The boolean form of a mask that is added to the scores: 0 where visible, minus infinity where not.
+
+    ``finfo.min`` counts as minus infinity; any other number is a bias and ends the proof.
+    """
+    if expression[0] == "where":
+        _, condition, a, b = expression
+        if _is_zero(a) and _is_minus_infinity(b):
+            return condition  # type: ignore[no-any-return]
+        if _is_minus_infinity(a) and _is_zero(b):
+            return ("not", condition)
+        if _is_minus_infinity(a):
+            return ("and", ("not", condition), _additive(b))
+        if _is_minus_infinity(b):
+            return ("and", condition, _additive(a))
+    raise Unproven("its mask is added to the scores and is more than 0 and minus infinity")
+
+
+def _is_zero(expression: Expr) -> bool:
+    return expression[0] == "const" and expression[1] == 0
+
+
+def _is_minus_infinity(expression: Expr) -> bool:
+    floors = [torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+    return expression[0] == "const" and (expression[1] == float("-inf") or expression[1] in floors)
+
+
+def _conjuncts(expression: Expr) -> Iterator[Expr]:
+    if expression[0] == "and":
+        yield from _conjuncts(expression[1])
+        yield from _conjuncts(expression[2])
+    elif expression[0] == "bool" and expression[1][0] in ("and", "or", "not", "le", "lt", "ge", "gt", "eq", "ne"):
+        yield from _conjuncts(expression[1])
+    elif expression[0] == "not" and expression[1][0] in _NEGATED:
+        name, a, b = expression[1]
+        yield (_NEGATED[name], a, b)
+    elif expression[0] == "not" and expression[1][0] == "not":
+        yield from _conjuncts(expression[1][1])
+    elif expression[0] == "not" and expression[1][0] == "or":
+        yield from _conjuncts(("not", expression[1][1]))
+        yield from _conjuncts(("not", expression[1][2]))
+    else:
+        yield expression
+
+
+_NEGATED = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
+
+
+def _slack(term: Expr) -> int | None:
+    """For a term equivalent to ``kcol <= qcol - slack``: the slack. None for any other term."""
+    name = term[0]
+    if name in ("ge", "gt"):
+        return _slack(("le" if name == "ge" else "lt", term[2], term[1]))
+    if name not in ("le", "lt"):
+        return None
+    left, right = _linear(term[1]), _linear(term[2])
+    if left is None or right is None:
+        return None
+    key, query, constant = (a - b for a, b in zip(left, right, strict=True))
+    if (key, query) != (1, -1) or not isinstance(constant, int):
+        return None
+    return constant + 1 if name == "lt" else constant
+
+
+def _linear(expression: Expr) -> tuple[int, int, int] | None:
+    """``(coefficient of kcol, coefficient of qcol, constant)`` of a sum of columns and integers."""
+    name = expression[0]
+    if name == "kcol":
+        return 1, 0, 0
+    if name == "qcol":
+        return 0, 1, 0
+    if name == "const":
+        return (0, 0, expression[1]) if isinstance(expression[1], int) else None
+    if name in ("add", "sub"):
+        a, b = _linear(expression[1]), _linear(expression[2])
+        if a is None or b is None:
+            return None
+        sign = 1 if name == "add" else -1
+        return a[0] + sign * b[0], a[1] + sign * b[1], a[2] + sign * b[2]
+    if name == "neg":
+        a = _linear(expression[1])
+        return None if a is None else (-a[0], -a[1], -a[2])
+    return None
+
+
+def _is_causal(term: Expr) -> bool:
+    slack = _slack(term)
+    return slack is not None and slack >= 0
+
+
+def _position_order_within_documents(question: _Question, terms: list[Expr]) -> Expr | None:
+    """The term ``position[k] <= position[q]`` where another term makes it mean ``k <= q``; None if there is none.
+
+    That other term is ``document[q] == document[k]`` with ``document = cumsum(diff(position) != 1)``: within a document
+    positions grow by exactly one per column, so a later column has a larger position. This is how transformers masks
+    rows that come with explicit positions and no attention mask.
+    """
+    positions = {
+        source
+        for term in terms
+        if term[0] == "eq" and {term[1][0], term[2][0]} == {"q", "k"}
+        for source in [_document_positions(question, term)]
+        if source is not None
+    }
+    for term in terms:
+        name, *operands = term
+        if name in ("le", "ge") and all(operand[0] in ("q", "k") for operand in operands):
+            key, query = operands if name == "le" else reversed(operands)
+            sources = [_original(question.sources[operand[1]].source) for operand in (key, query)]
+            if (key[0], query[0]) == ("k", "q") and sources[0] is sources[1] and sources[0] in positions:
+                return term
+    return None
+
+
+def _original(node: fx.Node) -> fx.Node:
+    """``node`` without no-op expands, casts and copies around it."""
+    while node.op == "call_function" and (node.target in _COPIES or node.target is aten.expand.default):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        old, new = source.meta["val"], node.meta["val"]
+        if old.dtype != new.dtype or old.ndim != new.ndim or not all(map(same, old.shape, new.shape)):
+            break
+        node = source
+    return node
+
+
+def _document_positions(question: _Question, term: Expr) -> fx.Node | None:
+    """The positions that the document numbers compared by ``term`` are counted from, if they are."""
+    first, second = (question.sources[operand[1]].source for operand in term[1:])
+    if first is not second or first.target is not aten.cumsum.default:
+        return None
+    changed = first.args[0]
+    if not isinstance(changed, fx.Node) or changed.target is not aten.ne.Scalar or changed.args[1] != 1:
+        return None
+    difference = changed.args[0]
+    if not isinstance(difference, fx.Node) or difference.target is not aten.diff.default:
+        return None
+    positions = difference.args[0]
+    assert isinstance(positions, fx.Node)
+    along_columns = int(first.args[1]) % first.meta["val"].ndim == first.meta["val"].ndim - 1  # type: ignore[arg-type]
+    last = difference.args[2] if len(difference.args) > 2 else difference.kwargs.get("dim", -1)
+    positions = _original(positions)
+    return positions if along_columns and last in (-1, first.meta["val"].ndim - 1) else None
+
+
+def _implied(term: Expr) -> bool:
+    """Terms that the prefix tree already says (``kcol <= qcol``), and constant truths."""
+    return _slack(term) == 0 or (term[0] == "const" and bool(term[1]))
+
+
+def _check_closed(term: Expr) -> None:
+    """Rows and heads may appear only as the position of a leaf."""
+    if term[0] in ("row", "head"):
+        raise Unproven(f"its mask depends on the number of the {term[0]}")
+    if term[0] == "where":
+        raise Unproven("its mask chooses between values in a way that is not understood")
+    for part in term[1:]:
+        if isinstance(part, tuple):
+            _check_closed(part)
+
+
+def _validity(question: _Question, terms: list[Expr]) -> Value | None:
+    """The per-token value whose truth makes a key visible, if the mask has exactly one such term."""
+    found = [term for term in terms if term[0] == "k" or (term[0] == "bool" and term[1][0] == "k")]
+    if len(found) != 1:
+        return None
+    leaf = found[0] if found[0][0] == "k" else found[0][1]
+    return question.sources[leaf[1]]

@@ -1,0 +1,73 @@
+"""The table of rules: which operators may run on packed tokens, and under which conditions.
+
+A rule is a function ``rule(cx, node, *args, **kwargs)`` called for an operator that has at least one packed operand. Tensor
+operands arrive as `Value`, everything else as written. It returns the operator's result as a `Value` (or a tuple of them),
+or raises `Unproven` with the condition that failed; then the operator runs as written on un-packed operands. A missing rule
+means the same, so correctness never depends on a rule being there.
+
+The idea of one small rule per operator overload, in one file per family, is that of ``torch/distributed/tensor/_ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered rule and the family it belongs to."""
+
+    rule: Rule
+    family: str
+
+
+_RULES: dict[object, Entry] = {}
+
+
+def register(*targets: object, family: str) -> Callable[[Rule], Rule]:
+    """Register the decorated rule for the operator overloads ``targets``."""
+
+    def decorate(rule: Rule) -> Rule:
+        for target in targets:
+            if target in _RULES:
+                raise AssertionError(f"{target} has two rules")
+            _RULES[target] = Entry(rule, family)
+        return rule
+
+    return decorate
+
+
+def lookup(target: object) -> Entry | None:
+    """The rule of ``target``: an explicit one, else the pointwise rule where torch tags the operator as pointwise."""
+    entry = _RULES.get(target)
+    if entry is not None:
+        return entry
+    if isinstance(target, torch._ops.OpOverload) and is_functional_pointwise(target):
+        return _RULES.get(torch.Tag.pointwise)
+    return None
+
+
+def is_functional_pointwise(target: torch._ops.OpOverload) -> bool:
+    """Tagged pointwise by torch, without mutation, without randomness, and with one tensor as the result.
+
+    Both tags matter: ``rrelu`` carries the pointwise tag and draws random numbers.
+    """
+    schema = target._schema
+    return (
+        torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not schema.is_mutable
+        and len(schema.returns) == 1
+        and str(schema.returns[0].type) == "Tensor"
+    )
+
+
+def rules() -> dict[object, Entry]:
+    """All explicit rules, for documentation and tests."""
+    return dict(_RULES)

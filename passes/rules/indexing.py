@@ -1,0 +1,50 @@
+"""Look-ups by index in which each token reads its own features, or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.passes.pack import Scope
+from dualkv_compile.passes.reasons import Unproven
+from dualkv_compile.passes.registry import register
+from dualkv_compile.passes.values import Dim, Value
+
+aten = torch.ops.aten
+
+
+@register(aten.gather.default, family="indexing")
+def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs: Any) -> Value:
+    """Each token picks among its own features by an index that is known from the tokens as well."""
+    if x.tags is None or x.tags[dim] is not Dim.FEATURE:
+        raise Unproven("it gathers along rows or columns, or from a table by position")
+    if index.tags != x.tags:
+        raise Unproven("its index is not known from the tokens")
+    frame, _ = cx.join([x, index])
+    new = cx.emit(node.target, cx.packed(x), dim % x.ndim, cx.operand(index, x.tags, frame), **kwargs)
+    return cx.result(node, x.tags, [x, index], new)
+
+
+@register(aten.index_select.default, family="indexing")
+def index_select(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
+    if x.tags is None or x.tags[dim] is not Dim.FEATURE or index.is_packed:
+        raise Unproven("it selects among rows or columns")
+    return cx.result(node, x.tags, [x], cx.emit(node.target, cx.packed(x), dim % x.ndim, cx.grid(index)))
+
+
+@register(aten.index.Tensor, family="indexing")
+def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
+    """``table[ids]``: a table that does not come from the tokens, read at one index per token."""
+    given = [(place, item) for place, item in enumerate(indices) if item is not None]
+    if x.is_packed or len(given) != 1:
+        raise Unproven("it reads tokens by position")
+    place, ids = given[0]
+    if ids.tags is None or ids.meta.dtype == torch.bool:
+        raise Unproven("it reads tokens by position")
+    features = (Dim.FEATURE,) * (x.ndim - place - 1)
+    tags = ((Dim.FEATURE,) * place) + ids.tags + features
+    held: list[Any] = [None] * place + [cx.packed(ids)]
+    return cx.result(node, tags, [ids], cx.emit(node.target, cx.grid(x), held))

@@ -1,0 +1,75 @@
+"""How much of a rewritten graph's work runs on packed tokens, and which operators kept the rest on the grid."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.fx as fx
+
+from dualkv_compile.passes.pack import PackedGraph, hint, live_nodes
+from dualkv_compile.passes.reasons import Reason
+from dualkv_compile.passes.roles import ATTENTION, Links
+from dualkv_compile.passes.values import Size
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.bmm.default}
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of one original node at the present sizes (products and attention; others count 0)."""
+    val = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(val, torch.Tensor):
+        return 0
+    if node.target is ATTENTION:
+        query, key, value = (arg.meta["val"].shape for arg in node.args[:3])  # type: ignore[union-attr]
+        return 2 * _product(query[:-1]) * hint(key[-2]) * (hint(query[-1]) + hint(value[-1]))
+    if node.target in _PRODUCTS:
+        left = node.args[1] if node.target is aten.addmm.default else node.args[0]
+        return 2 * _product(val.shape) * hint(left.meta["val"].shape[-1])  # type: ignore[union-attr]
+    return 0
+
+
+def _product(sizes: tuple[Size, ...] | torch.Size) -> int:
+    return math.prod(hint(size) for size in sizes)
+
+
+def packed_share(links: Links, graph: PackedGraph) -> float:
+    """The part (0 to 1) of the graph's operations that the rewritten graph does on packed tokens."""
+    total = done = 0
+    for node in links.nodes:
+        work = flops(node)
+        total += work
+        if node in graph.records.packed:
+            done += work
+    return done / total if total else 0.0
+
+
+def costly_reasons(links: Links, graph: PackedGraph) -> list[Reason]:
+    """The operators that un-packed a computed value so that real work behind them runs on the grid.
+
+    The un-packing before a loss costs nothing and is not reported; neither is an operator that is dead in the rewritten
+    graph (the mask tensor's construction).
+    """
+    alive = set(live_nodes(graph.module))
+    records = graph.records
+    working = [node for node in links.nodes if node not in records.packed and flops(node) and _alive(node, graph, alive)]
+    behind: set[fx.Node] = set()
+    for node in working:
+        behind.add(node)
+        # A mask is judged by the attention that reads it: how its tensor was built does not matter.
+        sources = node.args[:3] if node.target is ATTENTION else node.all_input_nodes
+        for source in sources:
+            if isinstance(source, fx.Node):
+                behind.add(source)
+                behind.update(links.ancestors(source))
+    found: list[Reason] = []
+    for node, reason in records.unproven.items():
+        ended = node in records.unpacked_operands or node.target is ATTENTION
+        if ended and node in behind and _alive(node, graph, alive) and reason not in found:
+            found.append(reason)
+    return found
+
+
+def _alive(node: fx.Node, graph: PackedGraph, alive: set[fx.Node]) -> bool:
+    return graph.records.emitted.get(node) in alive
