@@ -8,8 +8,10 @@ TYPES := build/types/dualkv_compile
 
 .PHONY: demo test lint types clean
 
+# The command rather than `python -m`, which would put this folder on the path, where transformers takes kernels/ for
+# the package of that name.
 demo: $(INSTALLED)
-	$(BIN)/python -m dualkv_compile demo $(ARGS)
+	$(BIN)/dualkv-compile demo $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest tests $(ARGS)

@@ -14,7 +14,7 @@ from dualkv_compile.errors import UnsupportedGraphError
 from dualkv_compile.options import Options
 from dualkv_compile.passes.pipeline import Analysis, analyse, mentions_attention
 from dualkv_compile.passes.reasons import Reason
-from dualkv_compile.runtime import Dispatcher, Refused
+from dualkv_compile.runtime import Dispatcher, Refused, can_drop_padding
 
 log = logging.getLogger("dualkv_compile")
 _told: set[str] = set()
@@ -46,6 +46,8 @@ def dualkv(
     if analysis.reasons and parsed.on_unsupported == "error" and analysis.has_attention:
         return _raiser(analysis.reasons)
     if analysis.packed is not None:
+        if parsed.padding == "drop" and not can_drop_padding(analysis.packed):
+            log.warning("padding='drop' has no effect: the masks of this graph do not tell which positions are padding")
         dynamic = any(isinstance(example, torch.SymInt) for example in example_inputs)
         return Dispatcher(gm, analysis, parsed, dynamic=dynamic)
     compiled = compile_now(gm, example_inputs, parsed)

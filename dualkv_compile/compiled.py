@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from dualkv_compile.statistics import STATISTICS
 #: One graph meets many modes: gradients on, off, inference, autocast, deterministic, one token, unusual strides, ...
 RECOMPILE_LIMIT = 64
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+
+#: Dynamo remembers sizes by file, line and name of a function: each generated function gets a number of its own.
+_numbers = itertools.count()
 
 
 def compile_now(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -102,6 +106,6 @@ class CompiledGraph:
 def _generated_function(gm: fx.GraphModule, name: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"graph": gm}
     source = f"def {name}(*args):\n    return graph(*args)\n"
-    exec(compile(source, f"<dualkv {name}>", "exec"), namespace)  # noqa: S102 - a constant source text
+    exec(compile(source, f"<dualkv {name} {next(_numbers)}>", "exec"), namespace)  # noqa: S102 - a constant source text
     function: Callable[..., Any] = namespace[name]
     return function

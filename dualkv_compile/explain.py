@@ -1,9 +1,9 @@
 """``explain``: what the backend would do with a function and its inputs, in words and as a dictionary.
 
 The function runs once under ``torch.compile`` with a collecting backend: each graph that Dynamo finds goes through the
-passes, its plan is made from the actual inputs, and the graph then runs as written (and, where it can be packed, once more
-packed, to count operations). Nothing is compiled, nothing is counted in `stats`, and gradients, buffers, training flags
-and random number generators are put back.
+passes, its plan is made from the actual inputs, and the graph then runs as written (where it would run packed, packed
+as well, to count operations). Nothing is compiled, nothing is counted in `stats`, and gradients, buffers, training
+flags and random number generators are put back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from dualkv_compile.passes.pipeline import Analysis, analyse, mentions_attention
 from dualkv_compile.passes.reasons import Reason, operator_name
 from dualkv_compile.passes.values import Frame
 from dualkv_compile.plan import PrefixPlan
-from dualkv_compile.runtime import Batch, Dispatcher, _value_function, validity_of
+from dualkv_compile.runtime import Batch, Dispatcher, validity_of, value_function
 
 _SHOWN = 10  # prompts and operators listed in the text of one graph
 _count = itertools.count()
@@ -151,10 +152,10 @@ def explain(
 ) -> Explanation:
     """Say what ``backend="dualkv"`` would do with ``fn_or_model(*args, **kwargs)``.
 
-    The function runs once, as written, in the present grad mode; tensors among the arguments are copied for it. Compiled
-    functions and models are explained as if they were not compiled. Gradients, buffers and training flags of the models
-    that are found (the model itself, arguments, what the function closes over) are put back, as are the random number
-    generators; other effects of the function, such as an optimizer's step, stay.
+    The function runs once, as written, in the present grad mode; tensors among the arguments are copied for it.
+    Compiled functions and models are explained as if they were not compiled. Gradients, buffers and training flags of
+    the models that are found (the model itself, arguments, what the function closes over) are put back, as are the
+    random number generators; other effects of the function, such as an optimizer's step, stay.
 
     Args:
         fn_or_model: what would be given to ``torch.compile``.
@@ -178,7 +179,7 @@ def explain(
     return Explanation(_name(fn_or_model), collector.reports)
 
 
-# ------------------------------------------------------------------------------------------------------------ collecting
+# ----------------------------------------------------------------------------------------------------------- collecting
 
 
 class _Collector:
@@ -235,10 +236,9 @@ def _static_report(analysis: Analysis, options: Options) -> GraphReport:
         records = analysis.packed.records
         alive = set(live_nodes(analysis.packed.module))
         report.packed_attentions, report.packed_share = analysis.packed_attentions, analysis.share
-        report.operators_packed = _tally(node for node, new in records.emitted.items() if node in records.packed and new in alive)
-        report.operators_as_written = _tally(
-            node for node, new in records.emitted.items() if node not in records.packed and new in alive
-        )
+        kept = [node for node, new in records.emitted.items() if new in alive]
+        report.operators_packed = _tally(node for node in kept if node in records.packed)
+        report.operators_as_written = _tally(node for node in kept if node not in records.packed)
     return report
 
 
@@ -257,7 +257,7 @@ def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[A
     given = sum(plan.rows * plan.columns for plan in plans.values())
     computed = sum(plan.tokens for plan in plans.values())
     if report.runs != "error":
-        report.runs = "packed" if dispatcher._worth(given, computed, plans.values()) else "plain"
+        report.runs = "packed" if dispatcher.worth(given, computed, plans.values()) else "plain"
     if report.runs == "plain":
         ratio = given / computed if computed else 1.0
         report.why = f"its rows share too little: {ratio:.2f} tokens given per token computed"
@@ -266,7 +266,7 @@ def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[A
         return
     spy = _StrategySpy()
     with torch.no_grad(), _counting() as counter, spy:
-        dispatcher.packed.module(*dispatcher._inputs(args, plans))
+        dispatcher.packed.module(*dispatcher.prepare(args, plans))
     report.flops_packed = counter.get_total_flops()
     report.strategy = " and ".join(sorted(spy.found)) or None
 
@@ -274,8 +274,10 @@ def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[A
 def _batch_report(plan: PrefixPlan, valid: Tensor | None) -> BatchReport:
     prompts = []
     for span in plan.prompts():
-        held = None if valid is None else valid[span.rows[0], span.start : span.stop]
-        prompts.append(Prompt(span.rows, span.start, span.stop, span.stop - span.start if held is None else int(held.sum())))
+        length = span.stop - span.start
+        if valid is not None:
+            length = int(valid[span.rows[0], span.start : span.stop].sum())
+        prompts.append(Prompt(span.rows, span.start, span.stop, length))
     return BatchReport(
         rows=plan.rows,
         columns=plan.columns,
@@ -293,10 +295,10 @@ def _validity(dispatcher: Dispatcher, frame: Frame, args: Sequence[Any]) -> Tens
     if value is None or dispatcher.analysis.normal is None:
         return None
     with torch.no_grad():
-        return _value_function(dispatcher.analysis.normal.module, value.source)(*args).bool()
+        return value_function(dispatcher.analysis.normal.module, value.source)(*args).bool()
 
 
-# ----------------------------------------------------------------------------------------------------------------- hints
+# ---------------------------------------------------------------------------------------------------------------- hints
 
 
 def _hints(
@@ -321,8 +323,9 @@ def _hints(
     if aligned is not None and aligned.tokens < computed:
         prefix = max((span.stop for span in aligned.prompts() if span.start == 0), default=0)
         yield (
-            f"left padding hides a common prefix (of up to {_number(prefix, 'token')}) between prompts of different length: "
-            f"with every row's first token in one column, {aligned.tokens} tokens would be computed instead of {computed}"
+            f"left padding hides a common prefix (of up to {_number(prefix, 'token')}) between prompts of different "
+            f"length: with every row's first token in one column, {aligned.tokens} tokens would be computed instead of "
+            f"{computed}"
         )
 
 
@@ -337,7 +340,7 @@ def _without_left_padding(keys: Sequence[Tensor], valid: Tensor, min_shared: int
     return PrefixPlan.from_rows([key[row, moved] for key in keys], min_shared=min_shared, keep=valid[row, moved])
 
 
-# ------------------------------------------------------------------------------------------------------------- operations
+# ----------------------------------------------------------------------------------------------------------- operations
 
 
 def _cpu_attention_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -357,14 +360,14 @@ class _StrategySpy(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.dualkv.packed_attention.default:
-            q, k, v, scale, strategy = *args[:3], *args[9:11]
-            self.found.add("regions" if packed_attention._use_regions(q, k, v, scale, strategy) else "blocks")
+            regions = packed_attention._use_regions(*args[:3], *args[9:11])
+            self.found.add("regions" if regions else "blocks")
         return func(*args, **(kwargs or {}))
 
 
-# ------------------------------------------------------------------------------------------------- running without a trace
+# ---------------------------------------------------------------------------------------------- running without a trace
 
 
 def _uncompiled(target: Any) -> Callable[..., Any]:
@@ -377,16 +380,20 @@ def _uncompiled(target: Any) -> Callable[..., Any]:
         # After model.compile(), calling the model would run what was compiled.
         original: Callable[..., Any] = target._call_impl
         return original
-    return target  # type: ignore[no-any-return]
+    return target
 
 
 def _fresh_function(target: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own code and file name: Dynamo remembers compilations and sizes by these."""
-    namespace: dict[str, Any] = {"target": target}
-    source = "def explained(*args, **kwargs):\n    return target(*args, **kwargs)\n"
-    exec(compile(source, f"<dualkv explain {next(_count)}>", "exec"), namespace)  # noqa: S102 - a constant source text
-    function: Callable[..., Any] = namespace["explained"]
-    return function
+    """A function that calls ``target``, with a code object and name of its own.
+
+    Dynamo keeps compilations by code object, and the sizes it has seen by file, line and name.
+    """
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    code = explained.__code__.replace(co_name=f"explained_{next(_count)}")
+    return types.FunctionType(code, explained.__globals__, closure=explained.__closure__)
 
 
 def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -406,7 +413,7 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
 @contextlib.contextmanager
 def _undone(*roots: Any) -> Iterator[None]:
-    """Put back gradients, buffers and training flags of the models among ``roots``, and the random number generators."""
+    """Put back gradients, buffers and training flags of the models among ``roots``, and the random generators."""
     found = {id(module): module for root in roots for top in _models(root) for module in top.modules()}
     modules = list(found.values())
     parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
@@ -459,7 +466,7 @@ def _name(target: Any) -> str:
     return getattr(target, "__name__", None) or type(target).__name__
 
 
-# ------------------------------------------------------------------------------------------------------------------ text
+# ----------------------------------------------------------------------------------------------------------------- text
 
 
 def _headline(graph: GraphReport) -> str:

@@ -56,6 +56,8 @@ class Options:
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
         """Check user options. Raises OptionError naming the option, what came, and what is allowed."""
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"options must be a dict, got {options!r}")
         given = dict(options or {})
         names = [f.name for f in fields(Options)]
         for key in given:

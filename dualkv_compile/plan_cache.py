@@ -72,7 +72,7 @@ class PlanCache:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         described = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         signature = (described, keep is not None, device, stream, min_shared)
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock:
             bits = key_bits(tensors)
             known = [entry for entry in reversed(self._entries) if entry.signature == signature]
             if on_device:

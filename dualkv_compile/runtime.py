@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Batch:
         self._static_plans: dict[tuple[Any, ...], PrefixPlan] = {}
         self._keep: Callable[..., torch.Tensor] | None = None
         if options.padding == "drop" and records_validity is not None:
-            self._keep = _value_function(analysis.normal.module, records_validity.source)
+            self._keep = value_function(analysis.normal.module, records_validity.source)
 
     def plan(self, args: Sequence[Any]) -> tuple[PrefixPlan, int]:
         """The tree of this call's rows, and how often the device had to be waited for."""
@@ -96,7 +96,7 @@ def _device(args: Sequence[Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def _value_function(module: fx.GraphModule, node: fx.Node) -> Callable[..., torch.Tensor]:
+def value_function(module: fx.GraphModule, node: fx.Node) -> Callable[..., torch.Tensor]:
     """A function of the graph's inputs that computes the one value ``node`` (a mask of the tokens)."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -120,6 +120,7 @@ class Dispatcher:
         self.options = options
         self.packed: PackedGraph = analysis.packed
         self._constants = analysis.normal.constants
+        self.plain_module = gm
         self._plain = CompiledGraph(gm, options, dynamic=dynamic, name="plain")
         self._compiled = CompiledGraph(self.packed.module, options, dynamic=dynamic, name="packed")
         self._broken: Reason | None = None
@@ -139,14 +140,14 @@ class Dispatcher:
         if refused is not None:
             STATISTICS.reason(str(refused))
             return self._run_plain(args)
-        plans = self._plans(args)
+        plans = self.find_plans(args)
         given = sum(plan.rows * plan.columns for plan in plans.values())
         computed = sum(plan.tokens for plan in plans.values())
         STATISTICS.add(tokens_given=given)
-        if not self._worth(given, computed, plans.values()):
+        if not self.worth(given, computed, plans.values()):
             STATISTICS.add(tokens_computed=given)
             return self._run_plain(args)
-        inputs = self._inputs(args, plans)
+        inputs = self.prepare(args, plans)
         try:
             result = self._compiled(*inputs)
         except CompilationError:
@@ -160,6 +161,16 @@ class Dispatcher:
             verify_call(self, args, inputs, plans, result)
             self._verified = True
         return result
+
+    @property
+    def packed_compilations(self) -> int:
+        """How often the inner compiler compiled the packed graph."""
+        return self._compiled.compilations
+
+    @property
+    def plain_compilations(self) -> int:
+        """How often the inner compiler compiled the plain graph."""
+        return self._plain.compilations
 
     def run_plain(self, *args: Any) -> Any:
         """The untouched graph, compiled; used by verification."""
@@ -180,7 +191,8 @@ class Dispatcher:
                 return Reason("", f"a number of the model changed from {value} to {present} since the graph was rewritten")
         return None
 
-    def _plans(self, args: Sequence[Any]) -> dict[Frame, PrefixPlan]:
+    def find_plans(self, args: Sequence[Any]) -> dict[Frame, PrefixPlan]:
+        """The tree of each batch of the graph in a call with ``args``."""
         plans: dict[Frame, PrefixPlan] = {}
         for batch in self.batches:
             plans[batch.frame], syncs = batch.plan(args)
@@ -188,7 +200,8 @@ class Dispatcher:
         self.plans = list(plans.values())
         return plans
 
-    def _worth(self, given: int, computed: int, plans: Any) -> bool:
+    def worth(self, given: int, computed: int, plans: Iterable[PrefixPlan]) -> bool:
+        """Whether computing ``computed`` tokens instead of ``given`` saves what ``min_saving`` asks of the whole graph."""
         # With fewer than two tokens in a plan, sizes 0 and 1 would be built into the graph as constants.
         if any(plan.tokens < 2 for plan in plans):
             return False
@@ -196,7 +209,8 @@ class Dispatcher:
         ratio = 1.0 / ((1.0 - share) + share * computed / given)
         return ratio >= self.options.min_saving
 
-    def _inputs(self, args: Sequence[Any], plans: dict[Frame, PrefixPlan]) -> list[Any]:
+    def prepare(self, args: Sequence[Any], plans: dict[Frame, PrefixPlan]) -> list[Any]:
+        """The inputs of the packed graph: some of ``args``, and tensors of the plans."""
         windows: dict[Frame, Any] = {}
         inputs: list[Any] = []
         for item in self.packed.inputs:
@@ -211,7 +225,8 @@ class Dispatcher:
                 holder = windows[item.frame]
             tensor = getattr(holder, item.name)
             if item.name != "inverse":
-                torch._dynamo.mark_dynamic(tensor, 0)
+                # "maybe": a dimension of size 1 is specialised by torch, which mark_dynamic would call an error.
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
             inputs.append(tensor)
         return inputs
 
@@ -236,6 +251,11 @@ def validity_of(packed: PackedGraph, frame: Frame) -> Value | None:
     if first is None or any(value is None or value.source is not first.source for value in found):
         return None
     return first
+
+
+def can_drop_padding(packed: PackedGraph) -> bool:
+    """Whether ``padding="drop"`` finds the padding of every batch of the graph in its masks."""
+    return all(validity_of(packed, frame) is not None for frame in packed.roots)
 
 
 class Refused:

@@ -3,10 +3,10 @@
     packed(inputs) -> result      compared with      plain(copies of args) -> outputs
     "grad": both graphs again on detached copies, one set of cotangents, torch.autograd.grad, gradients compared
 
-A query that sees no key has no defined attention (fused kernels give 0, others an average over the future), so positions
-whose query sees no key at one packed attention or more are left out, and so are the positions that ``padding="drop"`` skips.
-Nothing of the user's is touched: tensors that are no parameters are copied, gradients are taken of detached stand-ins, and
-the states of the random number generators are put back.
+A query that sees no key has no defined attention (fused kernels give 0, others an average over the future), so
+positions whose query sees no key at one packed attention or more are left out, and so are the positions that
+``padding="drop"`` skips. Nothing of the user's is touched: tensors that are no parameters are copied, gradients are
+taken of detached stand-ins, and the states of the random number generators are put back.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dualkv_compile.plan import PrefixPlan
 if TYPE_CHECKING:
     from dualkv_compile.runtime import Dispatcher
 
-#: Largest difference, relative to the largest absolute value of the tensor, by the least precise dtype a graph computes in.
+#: Largest difference relative to a tensor's largest absolute value, by the least precise dtype of the graph.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 #: The same for float32 where products may be rounded to TF32 or bfloat16 (``torch.set_float32_matmul_precision``).
 REDUCED_FLOAT32 = 1e-2
-#: A gradient that is zero in theory (a key's bias) is rounding noise: differences below this part of the tolerance, relative
-#: to the largest gradient of all inputs, are none.
+#: A gradient that is zero in theory (a key's bias) is rounding noise: differences below this part of the tolerance,
+#: relative to the largest gradient of all inputs, are none.
 GRADIENT_NOISE = 0.1
 _CHUNK = 1 << 22  # elements compared, and query-key pairs evaluated, at a time
 
@@ -110,7 +110,8 @@ class _Check:
                 # Known only now to be needed: which elements are made of nothing but positions that are not compared.
                 found = compare(a.detach(), b.detach(), self._excuse(number), tolerance)
             if found is not None:
-                raise VerificationError(f"output {number}: {found.text(self._place(number, found.index))}{self._advice()}")
+                place = self._place(number, found.index)
+                raise VerificationError(f"output {number}: {found.text(place)}{self._advice()}")
 
     def _is_token(self, number: int) -> bool:
         value = self._packed.outputs[number]
@@ -205,8 +206,8 @@ class _Check:
                 continue
             if a.requires_grad != b.requires_grad:
                 raise VerificationError(
-                    f"output {number}: requires_grad is {a.requires_grad} in the packed graph and {b.requires_grad} in the "
-                    "plain graph"
+                    f"output {number}: requires_grad is {a.requires_grad} in the packed graph and {b.requires_grad} in "
+                    "the plain graph"
                 )
             if a.requires_grad:
                 chosen.append(number)
@@ -257,8 +258,8 @@ class Difference:
     def text(self, place: str = "") -> str:
         """For an error message; ``place`` says more about the index."""
         return (
-            f"the packed and the plain graph differ at {list(self.index)}{place}: {self.packed!r} and {self.plain!r}, a "
-            f"difference of {self.relative:.3g} of the tensor's largest absolute value (tolerance {self.tolerance:.3g})"
+            f"the packed and the plain graph differ at {list(self.index)}{place}: {self.packed!r} and {self.plain!r}, "
+            f"a difference of {self.relative:.3g} of the tensor's largest value (tolerance {self.tolerance:.3g})"
         )
 
 
@@ -355,7 +356,7 @@ def _least_precise(module: fx.GraphModule, args: Sequence[Any]) -> float:
     return max((_tolerance_of(dtype) for dtype in found), default=0.0)
 
 
-# ---------------------------------------------------------------------------------------------------- running the graphs
+# --------------------------------------------------------------------------------------------------- running the graphs
 
 
 def _copy(arg: Any) -> Any:
@@ -371,7 +372,7 @@ def _copy(arg: Any) -> Any:
 
 
 def _leaf(arg: Tensor) -> Tensor:
-    """A leaf that stands for ``arg`` (a parameter stays one, so that guards hold; packed graphs write into no input)."""
+    """A leaf that stands for ``arg``. A parameter stays one, so that guards hold; no packed graph writes into it."""
     if isinstance(arg, torch.nn.Parameter):
         return torch.nn.Parameter(arg.detach())
     copied: Tensor = _copy(arg)
@@ -396,7 +397,7 @@ def _generators_kept(args: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------- which query sees a key
+# ----------------------------------------------------------------------------------------------- which query sees a key
 
 
 def visible_positions(
@@ -491,6 +492,6 @@ class _Reader:
             if isinstance(source, fx.Node) and source.target is CHECKPOINT:
                 body = self._body(source)
                 (output,) = [n for n in body._module.graph.nodes if n.op == "output"]
-                return body.value(output.args[0][place])  # type: ignore[index]
+                return body.value(output.args[0][place])
         assert callable(node.target)
         return node.target(*self.value(node.args), **self.value(node.kwargs))

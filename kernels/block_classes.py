@@ -39,19 +39,15 @@ def classify_blocks(plan: PrefixPlan, block: int) -> Tensor:
         return torch.zeros(0, 0, dtype=torch.int8, device=device)
     # The last block is filled up with copies of the last token, which change no extreme.
     index = torch.arange(count * block, device=device).clamp_max_(plan.tokens - 1).view(count, block)
-    rank_min, rank_max = plan.rank[index].aminmax(dim=1)
     column_min, column_max = plan.column[index].aminmax(dim=1)
     end_min, end_max = plan.end[index].aminmax(dim=1)
-    full = (
-        (rank_max[None] <= rank_min[:, None])
-        & (rank_max[:, None] < end_min[None])
-        & (column_max[None] <= column_min[:, None])
-    )
-    some = (
-        (rank_min[None] <= rank_max[:, None])
-        & (rank_min[:, None] < end_max[None])
-        & (column_min[None] <= column_max[:, None])
-    )
+    rank = plan.rank[index]  # sorted, as tokens are: the extremes are the first and the last
+    rank_min, rank_max = rank[:, 0], rank[:, -1]
+    # Tokens are sorted by (rank, column), so "rank[k] <= rank[q]" is "the key's block is not a later one". Within one
+    # block the rest keeps FULL exact: two tokens that both had to see the other would stand in one column, in two
+    # ranks, and there the first one's end is not behind the second one's rank.
     number = torch.arange(count, device=device)
-    some &= number[None] <= number[:, None]  # no token sees a later one: tokens are sorted by (rank, column)
+    earlier = number[None] <= number[:, None]
+    full = earlier & (rank_max[:, None] < end_min[None]) & (column_max[None] <= column_min[:, None])
+    some = earlier & (rank_min[:, None] < end_max[None]) & (column_min[None] <= column_max[:, None])
     return some.to(torch.int8) + full.to(torch.int8)

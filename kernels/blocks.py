@@ -1,8 +1,8 @@
-"""The strategy "blocks": plain matrix products on tiles, with a running softmax; any device and floating dtype, Dv != D.
+"""The strategy "blocks": plain matrix products on tiles, with a running softmax; any device, any dtype, Dv != D.
 
 For every block of queries the keys that the tree lets some of them see are found from the nodes, which are on the CPU,
-so nothing waits for a device; the exact mask is evaluated per tile. No tile is larger than MAX_QUERIES x MAX_KEYS pairs,
-and all products are computed in float32 (float64 for float64).
+so nothing waits for a device; the exact mask is evaluated per tile. No tile has more than MAX_QUERIES x MAX_KEYS pairs.
+All products are computed in float32 (float64 for float64).
 """
 
 from __future__ import annotations

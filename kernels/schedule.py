@@ -199,8 +199,6 @@ def _masked_calls(
     ]
     own, dense = [], []
     for rectangle, always, possibly in _bounded(rectangles, term, bounds):
-        if not possibly.any():
-            continue
         if not always.all():
             yield from tiles.cover(rectangle, always, possibly)
         elif rectangle.query_end is None:
@@ -233,10 +231,7 @@ class _Rectangle:
 def _bounded(
     rectangles: Sequence[_Rectangle], term: Expression, bounds: BlockBounds
 ) -> Iterator[tuple[_Rectangle, BoolArray, BoolArray]]:
-    """Each rectangle with (always, possibly), [query blocks, key blocks]; many rectangles per evaluation.
-
-    Block pairs above the diagonal of a rectangle against itself are "always" and not "possibly": they never count.
-    """
+    """Each rectangle with (always, possibly), [query blocks, key blocks]; many rectangles per evaluation."""
     at = 0
     while at < len(rectangles):
         group, ends, queries, keys = [], [0], [], []
@@ -249,10 +244,7 @@ def _bounded(
             ends.append(ends[-1] + keys[-1].size)
             group.append(rectangle)
             at += 1
-        query_block, key_block = np.concatenate(queries), np.concatenate(keys)
-        always, possibly = bounds.of(term, query_block, key_block)
-        future = key_block > query_block
-        always, possibly = always | future, possibly & ~future
+        always, possibly = bounds.of(term, np.concatenate(queries), np.concatenate(keys))
         for rectangle, (start, stop) in zip(group, pairwise(ends), strict=True):
             shape = (-1, rectangle.key_end - rectangle.key_begin)
             yield rectangle, always[start:stop].reshape(shape), possibly[start:stop].reshape(shape)

@@ -144,7 +144,9 @@ def _at(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...
     if node.op == "placeholder" and scope.parent is not None and node in scope.callers:
         return _at(question, scope.parent, scope.callers[node], index)
     value = scope.values.get(node)
-    if isinstance(value, Value) and value.is_packed:
+    columns = {item[0] for item in index if item[0] in ("qcol", "kcol")}
+    # ``causal & valid`` has a packed form too, [1, 1, S, T]; only pulling it apart tells that it is causal.
+    if isinstance(value, Value) and value.is_packed and len(columns) < 2:
         return _leaf(question, scope, value, index)
     step = _TRANSLATORS.get(node.target) if node.op == "call_function" else None
     if step is not None:
@@ -562,4 +564,6 @@ def _validity(question: _Question, terms: list[Expr]) -> Value | None:
     if len(found) != 1:
         return None
     leaf = found[0] if found[0][0] == "k" else found[0][1]
-    return question.sources[leaf[1]]
+    owner, _ = question.vectors[leaf[1]]
+    # A value inside a checkpoint body cannot be computed from the graph's inputs alone.
+    return question.sources[leaf[1]] if owner.parent is None else None

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+#: A frame of a stack trace; the code line is missing where Python does not know the source.
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n(?!\s*File ")[ \t]*(?P<code>[^\n]*))?'
+)
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
 class Reason:
     """An operator, what about it ended the proof, and where the user wrote it.
 
-    ``location`` is ``file:line in function`` of the innermost Python frame that the tracer recorded, ``code`` the text of
+    ``location`` is ``file:line in function`` of the innermost Python frame outside of torch, ``code`` the text of
     that line; both are empty where no frame is known (for reasons about inputs or the whole graph).
     """
 
@@ -41,11 +48,12 @@ class WholeGraphUnsupported(Exception):
 
 
 def source_of(node: fx.Node) -> tuple[str, str]:
-    """``(location, code)`` of the innermost user frame in ``node.meta["stack_trace"]``; empty strings if unknown."""
+    """``(location, code)`` of the innermost frame outside of torch in ``node.meta["stack_trace"]``; empty if unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return "", ""
-    file, line, function, code = frames[-1]
+    outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    file, line, function, code = outside[-1] if outside else frames[-1]
     return f"{file}:{line} in {function}", code.strip()
 
 

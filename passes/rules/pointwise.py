@@ -80,10 +80,11 @@ def cast_like(cx: Scope, node: fx.Node, x: Value, other: Value, *args: Any, **kw
     aten.new_zeros.default,
     aten.new_full.default,
     aten.new_empty.default,
-    aten.new_tensor.default if hasattr(aten, "new_tensor") else aten.new_empty_strided.default,
     family="pointwise",
 )
 def new_like(cx: Scope, node: fx.Node, x: Value, *args: Any, **kwargs: Any) -> Value:
     """``x.new_zeros(size)``: only the dtype and device of ``x`` matter, and the result is as written."""
+    if not x.is_packed:
+        raise Unproven("it is filled with a value that comes from the tokens")
     new = cx.emit(node.target, cx.packed(x), *cx.to_grid(args), **cx.to_grid(kwargs))
     return Value(node, grid=new)

@@ -103,7 +103,7 @@ def all_packed(calls: int) -> None:
     assert (stats["packed_calls"], stats["calls"], stats["reasons"]) == (calls, calls, {})
 
 
-# ------------------------------------------------------------------------------------------------------------ right graphs
+# --------------------------------------------------------------------------------------------------------- right graphs
 
 
 @pytest.mark.parametrize("level", ["first", True, "grad"])
@@ -166,7 +166,7 @@ def test_an_input_that_requires_grad_is_compared_too() -> None:
     all_packed(1)
 
 
-# ------------------------------------------------------------------------------------------------------------ wrong graphs
+# --------------------------------------------------------------------------------------------------------- wrong graphs
 
 
 def wrong_rule(monkeypatch: pytest.MonkeyPatch, target: Any, emit: Any) -> None:
@@ -213,7 +213,9 @@ def perturb(monkeypatch: pytest.MonkeyPatch, row: int, column: int, amount: floa
 
 def test_the_message_names_the_position_and_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
     perturb(monkeypatch, 2, 4, 100.0)
-    with pytest.raises(VerificationError, match=r"output 0: .*\[2, 4, \d+\] \(row 2, column 9\): .* \(tolerance 0.0001\)"):
+    with pytest.raises(
+        VerificationError, match=r"output 0: .*\[2, 4, \d+\] \(row 2, column 9\): .* \(tolerance 0.0001\)"
+    ):
         compiled(Tiny(), verify=True)(*batch(), last=9)
 
 
@@ -245,7 +247,7 @@ def test_every_call_is_compared_but_with_first(monkeypatch: pytest.MonkeyPatch) 
         first(*batch())
 
 
-# --------------------------------------------------------------------------------- outputs computed from un-packed values
+# ------------------------------------------------------------------------------- outputs computed from un-packed values
 
 
 def log_probabilities(model: Tiny, ids: Tensor, valid: Tensor) -> Tensor:
@@ -295,7 +297,7 @@ def test_a_loss_that_mixes_dropped_padding_in_is_reported_and_one_that_leaves_it
         compiled(careless, verify=True, padding="drop")(*batch())
 
 
-# ------------------------------------------------------------------------------------------------------ comparing tensors
+# ---------------------------------------------------------------------------------------------------- comparing tensors
 
 
 def test_compare_counts_nan_and_infinity_as_values() -> None:
@@ -391,7 +393,7 @@ def test_visible_positions_of_a_graph(checkpointed: bool, monkeypatch: pytest.Mo
     assert torch.equal(found[0], expected)
 
 
-# ------------------------------------------------------------------------------------------------------------- tolerances
+# ----------------------------------------------------------------------------------------------------------- tolerances
 
 
 def test_the_tolerance_follows_the_least_precise_dtype_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +405,12 @@ def test_the_tolerance_follows_the_least_precise_dtype_of_the_graph(monkeypatch:
         return original(packed, plain, compared, tolerance, **kwargs)
 
     monkeypatch.setattr(verify, "compare", spy)
-    for dtype, ambient in ((torch.float64, False), (torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+    for dtype, ambient in (
+        (torch.float64, False),
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    ):
         torch._dynamo.reset()
         with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
             compiled(Tiny().to(dtype), verify=True)(*batch())
@@ -439,5 +446,3 @@ def test_a_gradient_that_is_zero_in_theory_is_no_difference() -> None:
 
     compiled(Biased(), verify="grad")(batch()[0])
     all_packed(1)
-
-

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from dualkv_compile.kernels.gather import pack, unpack
 from dualkv_compile.kernels.packed_attention import packed_attention
@@ -150,9 +152,6 @@ def test_opcheck(strategy: str, mask: str, dtype: torch.dtype) -> None:
 
 
 def test_flops_while_tracing_are_the_upper_bound() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
-
     plan = make_plan(TREES["ragged"])
     with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
         fake = [torch.empty(x.shape, dtype=x.dtype) for x in (*operands(plan)[:3], plan.rank, plan.column, plan.end)]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dualkv_compile.kernels import gather
 from dualkv_compile.kernels.gather import pack, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -99,8 +100,6 @@ def test_sum_over_copies_is_rounded_once() -> None:
 
 
 def test_half_precision_gradient_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dualkv_compile.kernels import gather
-
     monkeypatch.setattr(gather, "_CHUNK", 7)
     inverse = torch.randint(-1, 4, (5, 6), generator=torch.Generator().manual_seed(0))
     x = torch.zeros(2, 4, 3, dtype=torch.bfloat16, requires_grad=True)

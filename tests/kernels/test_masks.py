@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualkv_compile.kernels.predicate import to_text
+from dualkv_compile.kernels import blocks, schedule
+from dualkv_compile.kernels.predicate import Expression, conjoin, from_text, to_text
 from tests.kernels.helpers import TOLERANCE, TREES, assert_close, expect, group, make_plan, operands, run
 from tests.kernels.test_packed_attention import STRATEGIES, _measure
 
@@ -44,11 +47,8 @@ def test_key_validity(tree: str, shape: str, dtype: torch.dtype, strategy: str) 
     }[shape]
     tensors = operands(plan, dtype=dtype)
     expected = expect(plan, tensors, valid[None, :])
-    for vector, mask in (
-        (valid, "('k', 0)"),
-        (valid.long(), "('bool', ('k', 0))"),
-        (valid, "('and', ('k', 0), ('k', 0))"),
-    ):
+    twice = "('and', ('k', 0), ('k', 0))"
+    for vector, mask in ((valid, "('k', 0)"), (valid.long(), "('bool', ('k', 0))"), (valid, twice)):
         assert_close(run(plan, tensors, [vector], mask, strategy), expected, TOLERANCE[dtype])
 
 
@@ -132,28 +132,50 @@ def test_query_term(strategy: str) -> None:
 def test_unseeing_queries_ignore_their_gradient(strategy: str) -> None:
     """Their output is the constant 0: even a NaN in the incoming gradient must not reach the operands."""
     plan = make_plan(TREES["one_prompt"])
-    q, k, v, grad = operands(plan)
-    valid = plan.column >= 4
-    expected = expect(plan, (q, k, v, grad), valid[None, :])
-    grad[:, :, plan.column < 4] = torch.nan
-    assert_close(run(plan, (q, k, v, grad), [valid], "('k', 0)", strategy), expected, 1e-12)
+    query, key = pairs(plan.column)
+    for valid, width in ((plan.column >= 4, 1000), (plan.column % 5 == 4, 3)):
+        q, k, v, grad = operands(plan)
+        mask = to_text(("and", ("k", 0), ("gt", ("kcol",), ("sub", ("qcol",), ("const", width)))))
+        expected = expect(plan, (q, k, v, grad), valid[None, :] & (key > query - width))
+        unseeing = expected[1][0, 0].isinf()
+        assert 0 < unseeing.sum() < plan.tokens
+        grad[:, :, unseeing] = torch.nan
+        assert_close(run(plan, (q, k, v, grad), [valid], mask, strategy), expected, 1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_window_with_sink(strategy: str) -> None:
+    """A prefix that everyone sees, and a window: the prefix is one unmasked call for all queries behind it."""
+    plan = make_plan([list(range(1300))])
+    query, key = pairs(plan.column)
+    tensors = operands(plan, heads=1, kv_heads=1)
+    mask: Expression = ("or", ("lt", ("kcol",), ("const", 384)), ("gt", ("kcol",), ("sub", ("qcol",), ("const", 40))))
+    expected = expect(plan, tensors, (key < 384) | (key > query - 40))
+    assert_close(run(plan, tensors, [], to_text(mask), strategy), expected, 1e-12)
+    calls = list(schedule.schedule(plan.nodes, [], plan.column, mask, torch.float64).calls)
+    assert [call.queries for call in calls if call.keys == (0, 384) and call.bias is None] == [(512, 1300)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_visible(strategy: str) -> None:
+    """The bounds of the vectors overlap, their values never meet: no kernel call, zeros everywhere."""
+    plan = make_plan(TREES["two_prompts"])
+    even, odd = plan.column % 2 * 2, plan.column % 2 * 2 + 1
+    mask: Expression = ("eq", ("q", 0), ("k", 1))
+    actual = run(plan, operands(plan), [even, odd], to_text(mask), strategy)
+    assert actual[1].eq(-torch.inf).all()
+    assert all((x == 0).all() for x in (actual[0], *actual[2:]))
+    assert not list(schedule.schedule(plan.nodes, [even, odd], plan.column, mask, torch.float64).calls)
 
 
 def test_window_skips_what_is_outside() -> None:
-    """Work and mask tiles grow with the width of the window, not with the length of the row."""
+    """Work grows with the width of the window, not with the length of the row; a short window is one call per tile."""
     plan = make_plan([list(range(4000))])
-    _q, _k, _v, _grad = operands(plan, heads=1, kv_heads=1, dim=8, dtype=torch.float32)
-    calls: list[int] = []
-    from dualkv_compile.kernels.predicate import from_text
-    from dualkv_compile.kernels.schedule import schedule
-
-    for width in (100, 1000):
-        plan_ = schedule(plan.nodes, [], plan.column, from_text(window(width)), torch.float32)
-        calls.append(0)
-        for call in plan_.calls:
-            calls[-1] += (call.queries[1] - call.queries[0]) * (call.keys[1] - call.keys[0])
-    assert calls[0] <= 4000 * (100 + 256 + 128)
-    assert calls[1] <= 4000 * (1000 + 256 + 128)
+    for width, most in ((100, 16), (300, 16), (1000, 48)):
+        calls = list(schedule.schedule(plan.nodes, [], plan.column, from_text(window(width)), torch.float32).calls)
+        pairs_ = sum((call.queries[1] - call.queries[0]) * (call.keys[1] - call.keys[0]) for call in calls)
+        assert pairs_ <= 4000 * (width + 256 + 128)
+        assert len(calls) <= most
 
 
 TERMS = st.sampled_from(
@@ -172,11 +194,7 @@ TERMS = st.sampled_from(
         ("ge", ("maximum", ("q", 2), ("k", 2)), ("minimum", ("qcol",), ("const", 2))),
     ]
 )
-EXPRESSIONS = st.lists(TERMS, min_size=1, max_size=3).map(
-    lambda terms: (
-        terms[0] if len(terms) == 1 else ("and", terms[0], ("and", *terms[1:]) if len(terms) == 3 else terms[1])
-    )
-)
+EXPRESSIONS = st.lists(TERMS, min_size=1, max_size=3).map(conjoin)
 
 
 def by_hand(expression, vectors, column, query: int, key: int):  # type: ignore[no-untyped-def]
@@ -209,10 +227,6 @@ def by_hand(expression, vectors, column, query: int, key: int):  # type: ignore[
 )
 def test_random_trees_and_masks(rows, expression, block, tile, seed) -> None:  # type: ignore[no-untyped-def]
     """Small blocks and tiles, so that their borders fall everywhere."""
-    from unittest import mock
-
-    from dualkv_compile.kernels import blocks, schedule
-
     plan = make_plan(rows)
     tensors = operands(plan, heads=2, kv_heads=1, dim=4)
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dualkv_compile.errors import InputError
 from dualkv_compile.kernels import reference
-from dualkv_compile.kernels.packed_attention import packed_attention
+from dualkv_compile.kernels.packed_attention import _backward, _forward, packed_attention
 from tests.kernels.helpers import (
     TOLERANCE,
     TREES,
@@ -248,8 +248,6 @@ class Sizes(TorchDispatchMode):
 
 def _measure(plan, tensors, vectors=(), mask="", strategy="auto"):  # type: ignore[no-untyped-def]
     """Run forward and backward implementations below the dispatcher's custom operator, and look at every tensor."""
-    from dualkv_compile.kernels.packed_attention import _backward, _forward
-
     q, k, v, grad = tensors
     tail = (plan.rank, plan.column, plan.end, plan.nodes, list(vectors), mask, 1.0, strategy)
     with Sizes() as sizes, torch.no_grad():

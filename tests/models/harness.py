@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,6 +142,31 @@ def run(model: PreTrainedModel, function: Callable[..., Any], step: Step, batch:
     return Outcome([output.detach().clone() for output in outputs], gradients)
 
 
+def run_alone(model: PreTrainedModel, step: Step, batch: Mapping[str, torch.Tensor]) -> Outcome:
+    """One step of the model as it is."""
+    return run(model, model, step, batch)
+
+
+def compute_in_float64(model: PreTrainedModel) -> None:
+    """Replace the parts of a float64 Hugging Face model that round to float32: RMS norms and rotary tables."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            module.forward = partial(_rms_norm, module)
+        elif kind.endswith("RotaryEmbedding"):
+            module.forward = partial(_rotary, module.inv_freq.double())
+
+
+def _rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+
+def _rotary(frequencies: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = position_ids[..., None].double() * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
 def distance(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
     """Largest absolute difference over the largest absolute value (of the reference ``b``)."""
     assert a.shape == b.shape
@@ -216,8 +242,8 @@ def assert_packed_and_exact(
     if mutant:
         changed = {name: tensor.clone() for name, tensor in batch.items()}
         ids = changed["input_ids"]
-        real = changed.get("attention_mask", torch.ones_like(ids))
-        column = int(real[0].nonzero()[0]) + 1
+        # The last token that row 0 shares with another row: within reach of a sliding window, and inside the prompt.
+        column = int((ids[1:] != ids[0]).long().argmax(1).max()) - 1
         ids[0, column] = ids[0, column] % (VOCAB - 1) + 1
         other = run(model, packed, step, changed)
         assert largest_distance(other, got) > 100 * tolerance

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+import dualkv_compile
 from tests.models.harness import (
     MODELS,
     VOCAB,
+    Outcome,
     assert_packed_and_exact,
     build,
+    compiled,
+    compute_in_float64,
     logits_step,
     masked,
     rollouts,
+    run,
+    run_alone,
     trie_size,
 )
 
@@ -205,6 +212,45 @@ def test_autocast_island(name: str) -> None:
             return [masked(function(**batch), batch["attention_mask"])]
 
     assert_packed_and_exact(model, batch, step, tokens=keys(batch), function=island)
+
+
+def test_autocast_bfloat16(name: str) -> None:
+    """The error to float64 is at most 1.5 times that of the plain graph under the same autocast."""
+    batch = rollouts(prompts=(9, 12))
+    model = build(name)
+    exact = run_alone(copy.deepcopy(model).double(), logits_step(), batch)
+    packed = compiled(model)
+
+    def step(function: Callable[..., Any], batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return logits_step()(function, batch)
+
+    plain = run(model, model, step, batch)
+    dualkv_compile.reset_stats()
+    got = run(model, packed, step, batch)
+    assert dualkv_compile.stats()["packed_calls"] == dualkv_compile.stats()["calls"] == 1
+    assert dualkv_compile.stats()["reasons"] == {}
+    assert dualkv_compile.stats()["tokens_computed"] == keys(batch)
+
+    def errors(outcome: Outcome) -> list[float]:
+        pairs = [(outcome.outputs[0], exact.outputs[0])]
+        pairs += [(outcome.gradients[n], g) for n, g in exact.gradients.items() if g.abs().max() > 1e-6]
+        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+    ours, theirs = errors(got), errors(plain)
+    assert max(theirs) > 1e-4
+    assert sum(ours) <= 1.5 * sum(theirs)
+    assert max(ours) <= 1.5 * max(theirs)
+
+
+@pytest.mark.parametrize("options", [{"compiler": "eager"}, {"compiler": "aot_eager"}])
+def test_float64(name: str, options: dict[str, Any]) -> None:
+    """To 1e-12, where the model itself computes in float64 (its norms, and the tables of rotary positions)."""
+    batch = rollouts(prompts=(9, 12))
+    model = build(name, torch.float64)
+    if name != "gpt2":
+        compute_in_float64(model)
+    assert_packed_and_exact(model, batch, logits_step(), tokens=keys(batch), tolerance=1e-12, **options)
 
 
 def test_vocabulary_is_what_the_batches_use() -> None:
