@@ -1,7 +1,7 @@
 """A torch.compile backend that computes every repeated prompt of a batch once.
 
-    import torch
-    model = torch.compile(model, backend="dualkv")
+import torch
+model = torch.compile(model, backend="dualkv")
 """
 
 from dualkv_compile.attention import packed_attention

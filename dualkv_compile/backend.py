@@ -29,11 +29,11 @@ def dualkv(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph so that every distinct prefix of its batch is computed once.
 
-    Use as ``torch.compile(model, backend="dualkv", options={...})``; see `Options` for the options. Where sharing cannot be
-    proven exact, the untouched graph is compiled by Inductor and the reason is logged and counted.
+    Use as ``torch.compile(model, backend="dualkv", options={...})``; see `Options` for the options. Where sharing
+    cannot be proven exact, the untouched graph is compiled by Inductor and the reason is logged and counted.
 
-    Raises OptionError for a bad option. UnsupportedGraphError (with ``on_unsupported="error"``) is raised by the compiled
-    function, since an error raised here would only make Dynamo try smaller graphs.
+    Raises OptionError for a bad option. UnsupportedGraphError (with ``on_unsupported="error"``) is raised by the
+    compiled function, since an error raised here would only make Dynamo try smaller graphs.
     """
     parsed = Options.parse(options, mode)
     try:

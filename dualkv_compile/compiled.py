@@ -1,9 +1,9 @@
 """Compiling a graph lazily, by a nested ``torch.compile``.
 
-A GraphModule made during a backend call cannot be handed to ``torch.compile``: its frames are on Dynamo's skip list, and it would
-run uncompiled without a word. So each graph gets a generated function of its own (its own code object, so that guards and
-recompile limits of different graphs stay apart) that calls it, compiled with ``fullgraph=True``, and the compilations are
-counted where they happen, in the inner backend.
+A GraphModule made during a backend call cannot be handed to ``torch.compile``: its frames are on Dynamo's skip list,
+and it would run uncompiled without a word. So each graph gets a generated function of its own (its own code object, so
+that guards and recompile limits of different graphs stay apart) that calls it, compiled with ``fullgraph=True``, and
+the compilations are counted where they happen, in the inner backend.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def compile_now(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Opti
     if options.compiler == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
-        return aot_eager(gm, list(example_inputs))  # type: ignore[no-any-return]
+        return aot_eager(gm, list(example_inputs))
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=_patches(options))  # type: ignore[assignment]
-    return compiled
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=_patches(options))
+    result: Callable[..., Any] = compiled
+    return result
 
 
 def _patches(options: Options) -> dict[str, Any]:
@@ -60,8 +61,8 @@ def _patches(options: Options) -> dict[str, Any]:
 class CompiledGraph:
     """A graph that is compiled when first called, and again for each new kind of call.
 
-    ``dynamic`` says whether sizes are symbolic from the start; inputs whose first dimension changes from call to call are
-    marked by the caller. ``compilations`` counts inner compilations.
+    ``dynamic`` says whether sizes are symbolic from the start; inputs whose first dimension changes from call to call
+    are marked by the caller. ``compilations`` counts inner compilations.
 
     Raises CompilationError if a call ran without ever being compiled.
     """
@@ -81,9 +82,7 @@ class CompiledGraph:
 
     def _compile(self, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
         extra: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _HAS_LIMIT else {}
-        return torch.compile(
-            function, backend=self._inner, fullgraph=True, dynamic=True if dynamic else None, **extra
-        )
+        return torch.compile(function, backend=self._inner, fullgraph=True, dynamic=True if dynamic else None, **extra)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
@@ -92,6 +91,7 @@ class CompiledGraph:
             return compile_now(gm, example_inputs, self._options)
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph, compiling it first if this kind of call is new."""
         if _HAS_LIMIT:
             limit: Any = contextlib.nullcontext()
         else:
@@ -106,6 +106,6 @@ class CompiledGraph:
 def _generated_function(gm: fx.GraphModule, name: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"graph": gm}
     source = f"def {name}(*args):\n    return graph(*args)\n"
-    exec(compile(source, f"<dualkv {name} {next(_numbers)}>", "exec"), namespace)  # noqa: S102 - a constant source text
+    exec(compile(source, f"<dualkv {name} {next(_numbers)}>", "exec"), namespace)
     function: Callable[..., Any] = namespace[name]
     return function

@@ -26,13 +26,14 @@ class Options:
     min_saving
         Tokens given divided by tokens computed under which the plain graph runs; 0 packs whenever it is proven exact.
     padding
-        "keep" computes every grid position as the plain graph does; "drop" also skips the positions that the attention mask
-        declares padding, and returns zeros there.
-    attention
+        "keep" computes every grid position as the plain graph does; "drop" also skips the positions that the attention
+        mask declares padding, and returns zeros there.
+
+    Attention:
         "auto", or the name of one way to compute attention on the packed tokens.
     verify
-        Run the plain graph too and compare: "first" (the first packed call of each graph), True (every call), "grad" (every
-        call, gradients as well). A difference raises VerificationError.
+        Run the plain graph too and compare: "first" (the first packed call of each graph), True (every call), "grad"
+        (every call, gradients as well). A difference raises VerificationError.
     on_unsupported
         "fallback" runs the plain graph and says why; "error" raises UnsupportedGraphError.
     compiler
@@ -76,7 +77,9 @@ class Options:
         _choice("mode", result.mode, MODES)
         _inductor(result.inductor)
         if result.compiler != "inductor" and (result.inductor or result.mode not in (None, "default")):
-            raise OptionError(f"options 'inductor' and 'mode' need compiler='inductor', got compiler={result.compiler!r}")
+            raise OptionError(
+                f"options 'inductor' and 'mode' need compiler='inductor', got compiler={result.compiler!r}"
+            )
         return result
 
 

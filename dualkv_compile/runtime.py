@@ -1,7 +1,7 @@
 """What runs at each call: read the rows, find the tree, choose the graph.
 
-    args -> keys -> PrefixPlan (cached by content) -> worth it?  yes: packed graph(args, plan tensors)
-                                                                 no:  plain graph(args)
+args -> keys -> PrefixPlan (cached by content) -> worth it?  yes: packed graph(args, plan tensors)
+no:  plain graph(args)
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Batch:
 
 
 def _surrogate(groups: Sequence[int], shared: int, columns: int, device: torch.device) -> torch.Tensor:
-    """A key that agrees exactly where the graph itself repeats rows: the group first, then a number of the row's own."""
+    """A key that agrees exactly where the graph itself repeats rows: the group first, then a number of the row's
+    own.
+    """
     group = torch.tensor(groups, device=device).unsqueeze(1)
     own = torch.arange(len(groups), device=device).unsqueeze(1) + len(groups)
     column = torch.arange(columns, device=device).unsqueeze(0)
@@ -108,7 +110,7 @@ def value_function(module: fx.GraphModule, node: fx.Node) -> Callable[..., torch
     part = fx.GraphModule(module, graph)
     part.graph.eliminate_dead_code()
     part.recompile()
-    return part.forward  # type: ignore[no-any-return]
+    return part.forward
 
 
 class Dispatcher:
@@ -133,6 +135,7 @@ class Dispatcher:
         self.plans: list[PrefixPlan] = []
 
     def __call__(self, *args: Any) -> Any:
+        """Run one call: the packed graph where it is worth it, the plain graph otherwise."""
         STATISTICS.add(calls=1)
         for reason in self.analysis.reasons:
             STATISTICS.reason(str(reason))
@@ -188,7 +191,9 @@ class Dispatcher:
         for index, value in self._constants.items():
             present = args[index].item()
             if present != value:
-                return Reason("", f"a number of the model changed from {value} to {present} since the graph was rewritten")
+                return Reason(
+                    "", f"a number of the model changed from {value} to {present} since the graph was rewritten"
+                )
         return None
 
     def find_plans(self, args: Sequence[Any]) -> dict[Frame, PrefixPlan]:
@@ -201,7 +206,9 @@ class Dispatcher:
         return plans
 
     def worth(self, given: int, computed: int, plans: Iterable[PrefixPlan]) -> bool:
-        """Whether computing ``computed`` tokens instead of ``given`` saves what ``min_saving`` asks of the whole graph."""
+        """Whether computing ``computed`` tokens instead of ``given`` saves what ``min_saving`` asks of the whole
+        graph.
+        """
         # With fewer than two tokens in a plan, sizes 0 and 1 would be built into the graph as constants.
         if any(plan.tokens < 2 for plan in plans):
             return False
@@ -234,13 +241,17 @@ class Dispatcher:
         """The packed graph could not be compiled or run: count it, say it once, take the plain graph."""
         if isinstance(error, DualKVError) or self.options.on_unsupported == "error":
             raise UnsupportedGraphError(f"the packed graph failed: {type(error).__name__}: {error}") from error
-        reason = Reason("", f"the packed graph failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+        reason = Reason(
+            "", f"the packed graph failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        )
         STATISTICS.reason(str(reason))
         STATISTICS.add(tokens_computed=given)
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if not out_of_memory:
             self._broken = reason
-        log.warning("%s; the plain graph runs %s", reason, "for this call" if out_of_memory else "from now on", exc_info=error)
+        log.warning(
+            "%s; the plain graph runs %s", reason, "for this call" if out_of_memory else "from now on", exc_info=error
+        )
         return self._run_plain(args)
 
 
@@ -266,6 +277,7 @@ class Refused:
         self._reasons = [str(reason) for reason in reasons]
 
     def __call__(self, *args: Any) -> Any:
+        """Run the plain graph."""
         STATISTICS.add(calls=1, plain_calls=1)
         for reason in self._reasons:
             STATISTICS.reason(reason)

@@ -47,11 +47,11 @@ STATISTICS = Statistics()
 def stats() -> dict[str, Any]:
     """What the backend did in this process since the last `reset_stats`.
 
-    ``calls`` of compiled graphs that contain attention, of which ``packed_calls`` ran the rewritten graph and ``plain_calls`` the
-    untouched one; ``tokens_given`` (grid positions) and ``tokens_computed`` over those of the calls whose rows were read (not
-    where the graph was refused as a whole); ``reasons`` (text -> number of
-    calls) for everything that did not run packed; ``graphs_compiled`` by the inner compiler; ``device_syncs`` made to read
-    batches.
+    ``calls`` of compiled graphs that contain attention, of which ``packed_calls`` ran the rewritten graph and
+    ``plain_calls`` the untouched one; ``tokens_given`` (grid positions) and ``tokens_computed`` over those of the
+    calls whose rows were read (not where the graph was refused as a whole); ``reasons`` (text -> number of
+    calls) for everything that did not run packed; ``graphs_compiled`` by the inner compiler; ``device_syncs`` made to
+    read batches.
     """
     return STATISTICS.snapshot()
 

@@ -40,8 +40,8 @@ def attention(
 ) -> Value:
     """Causal attention of packed query, key and value ``[1, H, T, D]``.
 
-    The mask operand is looked at first as a question about its origin, so it does not matter that the mask tensor itself
-    has no packed form. Dropout with p > 0 was refused for the whole graph before.
+    The mask operand is looked at first as a question about its origin, so it does not matter that the mask tensor
+    itself has no packed form. Dropout with p > 0 was refused for the whole graph before.
     """
     for name, part in (("query", query), ("key", key), ("value", value)):
         if part.tags != _LAYOUT:
@@ -86,7 +86,9 @@ def attention(
 
 
 def _grouped(cx: Scope, part: Value, heads: Any) -> fx.Node:
-    """Keys or values without the repetition of heads (``unsqueeze -> expand -> reshape``): the kernel groups heads itself."""
+    """Keys or values without the repetition of heads (``unsqueeze -> expand -> reshape``): the kernel groups heads
+    itself.
+    """
     packed = cx.packed(part)
     if packed.op != "call_function" or packed.target is not aten.reshape.default:
         return packed
@@ -99,8 +101,15 @@ def _grouped(cx: Scope, part: Value, heads: Any) -> fx.Node:
     # [1, Hk, 1, T, D] -> [1, Hk, n, T, D] -> [1, Hk * n, T, D]: head h reads key head h // n.
     original = inserted.args[0]
     sizes = packed.args[1]
-    repeats = expanded.args[1][2]  # type: ignore[index]
-    if len(sizes) != 4 or not isinstance(repeats, int) or not same(sizes[1], heads):  # type: ignore[arg-type]
+    repeated = expanded.args[1]
+    assert isinstance(sizes, list | tuple)
+    assert isinstance(repeated, list | tuple)
+    if (
+        len(sizes) != 4
+        or not isinstance(repeated[2], int)
+        or not isinstance(sizes[1], int)
+        or not same(sizes[1], heads)
+    ):
         return packed
     assert isinstance(original, fx.Node)
     return original

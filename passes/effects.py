@@ -27,8 +27,8 @@ _RANDOM = {aten.native_dropout.default, aten.bernoulli.default, aten.multinomial
 def check_dynamo_graph(gm: fx.GraphModule) -> None:
     """Raise WholeGraphUnsupported for a higher-order operator that tracing would not keep whole.
 
-    ``make_fx(pre_dispatch=True)`` inlines the forward of a custom autograd function and drops its backward, among others;
-    only activation checkpointing is known to survive.
+    ``make_fx(pre_dispatch=True)`` inlines the forward of a custom autograd function and drops its backward, among
+    others; only activation checkpointing is known to survive.
     """
     for node in _all_nodes(gm):
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -39,7 +39,9 @@ def check_dynamo_graph(gm: fx.GraphModule) -> None:
 
 
 def check_normal_graph(gm: fx.GraphModule) -> None:
-    """Make harmless in-place operators functional; raise WholeGraphUnsupported for randomness, mutation and collectives."""
+    """Make harmless in-place operators functional; raise WholeGraphUnsupported for randomness, mutation and
+    collectives.
+    """
     for module in _graph_modules(gm):
         for node in list(module.graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -58,7 +60,9 @@ def _check_random(node: fx.Node) -> None:
     if target in _DROPOUTS:
         probability, training = (node.args[position] for position in _DROPOUTS[target])
         if training and probability:
-            raise WholeGraphUnsupported(reason_at(node, f"dropout with p={probability} in training: copies would differ"))
+            raise WholeGraphUnsupported(
+                reason_at(node, f"dropout with p={probability} in training: copies would differ")
+            )
         return
     if target is aten.scaled_dot_product_attention.default:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
@@ -97,7 +101,9 @@ def _functionalize(module: fx.GraphModule, node: fx.Node) -> None:
 def _first_argument_only(target: torch._ops.OpOverload) -> bool:
     """``op_(self, ...)``: writes its first argument, and only that, and returns it."""
     arguments = target._schema.arguments
-    written = [index for index, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    written = [
+        index for index, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
+    ]
     return written == [0] and str(arguments[0].type) == "Tensor"
 
 
@@ -112,7 +118,7 @@ def _functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | N
 def _same_result(twin: torch._ops.OpOverload, node: fx.Node) -> bool:
     """Whether the twin returns the same dtype and shape (``x_bf16.add_(y_fp32)`` stays bf16, ``add`` would promote)."""
     changed = node.meta["val"]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])  # type: ignore[no-untyped-call]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     with changed.fake_mode:
         result = twin(*args, **kwargs)
     return result.dtype == changed.dtype and len(result.shape) == len(changed.shape)

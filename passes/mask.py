@@ -3,10 +3,11 @@
 Before:   ``le(k[1,1,1,S], q[1,1,S,1]) & am[b[B,1,1,1], k[1,1,1,S]]  -> expand [B, 1, S, S]``
 After:    causal, with the remaining term ``("k", 0)`` over the packed vector ``am``
 
-The tensor is never computed. Its value is asked for at a symbolic position (row b, head h, query column, key column), and the
-question is pulled back through the graph: ``unsqueeze`` drops an index, ``expand`` reads index 0, ``index`` substitutes
-indices, ``arange`` is its own index, pointwise operators make expressions. The question ends at per-token values (read at
-the query or the key token) and at values that do not vary between rows (read at the query or key column).
+The tensor is never computed. Its value is asked for at a symbolic position (row b, head h, query column, key column),
+and the question is pulled back through the graph: ``unsqueeze`` drops an index, ``expand`` reads index 0, ``index``
+substitutes indices, ``arange`` is its own index, pointwise operators make expressions. The question ends at per-token
+values (read at the query or the key token) and at values that do not vary between rows (read at the query or key
+column).
 A key of the row may be read from the packed key token because it is visible only where the rows share that column.
 """
 
@@ -62,7 +63,12 @@ _BINARY: dict[object, str] = {
     aten.minimum.default: "minimum",
     aten.maximum.default: "maximum",
 }
-_SUMS = {aten.add.Tensor: "add", aten.add.Scalar: "add", aten.sub.Tensor: "sub", aten.sub.Scalar: "sub"}
+_SUMS: dict[object, str] = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+}
 _LOGIC_NOT = {aten.bitwise_not.default, aten.logical_not.default}
 _COPIES = {
     aten.to.dtype,
@@ -178,9 +184,7 @@ def _leaf(question: _Question, scope: Scope, value: Value, index: tuple[Expr, ..
     if not kinds:
         raise Unproven("its mask has a term that belongs to a row as a whole")
     (kind,) = kinds
-    tags = tuple(
-        Dim.ROW if item == ROW else Dim.COLUMN if item[0] == kind else Dim.FEATURE for item in index
-    )
+    tags = tuple(Dim.ROW if item == ROW else Dim.COLUMN if item[0] == kind else Dim.FEATURE for item in index)
     if tags.count(Dim.COLUMN) != 1:
         raise Unproven("its mask is data that is indexed by both query and key")
     if value.tags is not None:
@@ -385,15 +389,15 @@ def _fold(expression: Expr) -> Expr:
     """Drop neutral operands, so that ``arange + 0`` is still an index."""
     name, a, b = expression
     if name in ("add", "sub") and b == ZERO:
-        return a  # type: ignore[no-any-return]
+        return a
     if name == "add" and a == ZERO:
-        return b  # type: ignore[no-any-return]
+        return b
     if name == "mul" and b == ("const", 1):
-        return a  # type: ignore[no-any-return]
+        return a
     if name == "and" and a[0] == "const" and a[1] in (True, 1):
-        return b  # type: ignore[no-any-return]
+        return b
     if name == "and" and b[0] == "const" and b[1] in (True, 1):
-        return a  # type: ignore[no-any-return]
+        return a
     return expression
 
 
@@ -405,7 +409,7 @@ def _additive(expression: Expr) -> Expr:
     if expression[0] == "where":
         _, condition, a, b = expression
         if _is_zero(a) and _is_minus_infinity(b):
-            return condition  # type: ignore[no-any-return]
+            return condition
         if _is_minus_infinity(a) and _is_zero(b):
             return ("not", condition)
         if _is_minus_infinity(a):
@@ -536,7 +540,7 @@ def _document_positions(question: _Question, term: Expr) -> fx.Node | None:
         return None
     positions = difference.args[0]
     assert isinstance(positions, fx.Node)
-    along_columns = int(first.args[1]) % first.meta["val"].ndim == first.meta["val"].ndim - 1  # type: ignore[arg-type]
+    along_columns = int(first.args[1]) % first.meta["val"].ndim == first.meta["val"].ndim - 1
     last = difference.args[2] if len(difference.args) > 2 else difference.kwargs.get("dim", -1)
     positions = _original(positions)
     return positions if along_columns and last in (-1, first.meta["val"].ndim - 1) else None

@@ -3,11 +3,11 @@
 Before (Dynamo):    ``hidden = torch._C._nn.linear(x, w); hidden.view(4, 20, -1, 8).transpose(1, 2)``
 After (ATen):       ``linear = aten.linear.default(x, w); view = aten.view.default(linear, [4, 20, -1, 8]); ...``
 
-The result has the same placeholders in the same order. It stands before autograd and before autocast, keeps the bodies of
-activation checkpointing as sub-graphs, and every node keeps the stack trace of the user's line.
+The result has the same placeholders in the same order. It stands before autograd and before autocast, keeps the bodies
+of activation checkpointing as sub-graphs, and every node keeps the stack trace of the user's line.
 
-The trace runs inside Dynamo's own tracing context, on fake tensors of Dynamo's own shape environment: fresh symbols would
-put guards between unrelated sizes into it and recompile for every length.
+The trace runs inside Dynamo's own tracing context, on fake tensors of Dynamo's own shape environment: fresh symbols
+would put guards between unrelated sizes into it and recompile for every length.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _describe(node: fx.Node, example: Any) -> GraphInput:
 def _checkpoint_bodies(gm: fx.GraphModule) -> Iterator[None]:
     """Give checkpoint bodies the metadata that tracing them asks for, and take it away again.
 
-    Tracing reads ``meta["_checkpoint_context_fn"]`` of a body; left behind where the user gave none, the key would change how
-    the graph is compiled (selective checkpointing).
+    Tracing reads ``meta["_checkpoint_context_fn"]`` of a body; left behind where the user gave none, the key would
+    change how the graph is compiled (selective checkpointing).
     """
     added: list[fx.GraphModule] = []
     for module in gm.modules():

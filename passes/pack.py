@@ -1,12 +1,13 @@
 """Annotated graph -> packed graph, in one walk over the nodes.
 
-Before:   ``embedding(w, ids[B, S]) -> linear -> view(B, S, H, D) -> transpose -> scaled_dot_product_attention -> ... logits[B, S, V]``
-After:    ``pack(ids, token)[1, T] -> embedding -> linear -> view(1, T, H, D) -> transpose -> dualkv.packed_attention -> ...
-          unpack(logits[1, T, V], inverse)``
+Before:   ``embedding(w, ids[B, S]) -> linear -> view(B, S, H, D) -> transpose -> scaled_dot_product_attention
+          -> ... -> logits[B, S, V]``
+After:    ``embedding(w, pack(ids, token)[1, T]) -> linear -> view(1, T, H, D) -> transpose -> dualkv.packed_attention
+          -> ... -> unpack(logits[1, T, V], inverse)``
 
-There are no loops in a graph, so one pass in graph order decides and emits at once: the rule of each operator either states
-how it runs on packed tokens, or the operator runs as written on un-packed operands. Conversions are emitted where a value is
-defined, never where it is used.
+There are no loops in a graph, so one pass in graph order decides and emits at once: the rule of each operator either
+states how it runs on packed tokens, or the operator runs as written on un-packed operands. Conversions are emitted
+where a value is defined, never where it is used.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ _REGIONS = {
     torch._C._set_grad_enabled,
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
-    torch.amp._enter_autocast,
-    torch.amp._exit_autocast,
 }
 
 
@@ -72,7 +71,7 @@ class Records:
     pack_sites: dict[fx.Node, frozenset[Root]] = field(default_factory=dict)
     attention_masks: dict[fx.Node, str] = field(default_factory=dict)
     emitted: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    validity: dict[Frame, list[fx.Node | None]] = field(default_factory=dict)
+    validity: dict[Frame, list[Value | None]] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,8 +96,8 @@ def pack(graph: NormalGraph, roles: Roles, *, strategy: str) -> PackedGraph:
 class Scope:
     """Rewrites one graph: the top level, or the body of an activation checkpoint inside its caller's scope.
 
-    A body sees its caller's values through `Value.outer`; whichever form of a value (packed, grid) or plan tensor the body
-    needs becomes an argument of the call.
+    A body sees its caller's values through `Value.outer`; whichever form of a value (packed, grid) or plan tensor the
+    body needs becomes an argument of the call.
     """
 
     def __init__(
@@ -198,7 +197,9 @@ class Scope:
             except Unproven as failure:
                 self.records.unproven[node] = reason_at(node, str(failure))
         elif node.target is ATTENTION:
-            self.records.unproven[node] = reason_at(node, "its query does not come from values proven equal for equal prefixes")
+            self.records.unproven[node] = reason_at(
+                node, "its query does not come from values proven equal for equal prefixes"
+            )
         return self.as_written(node, args, kwargs)
 
     def _apply_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -381,7 +382,9 @@ class Scope:
             raise Unproven("its operands cover different columns or different batches")
         return frame, frozenset().union(*(value.roots for value in packed))
 
-    def result(self, node: fx.Node, tags: Tags, like: Sequence[Value], packed: fx.Node, position: int | None = None) -> Value:
+    def result(
+        self, node: fx.Node, tags: Tags, like: Sequence[Value], packed: fx.Node, position: int | None = None
+    ) -> Value:
         """A packed result of ``node`` computed from the operands ``like``."""
         frame, roots = self.join(like)
         if not well_formed(tags):
@@ -392,8 +395,8 @@ class Scope:
     def operand(self, value: Value, tags: Tags, frame: Frame) -> fx.Node:
         """``value`` as an operand that broadcasts against packed tensors with ``tags``.
 
-        A packed value must carry the same tags. An as-written value must not vary between rows; where it has one entry per
-        column (position embeddings, cos and sin), the entry of each token's column is taken.
+        A packed value must carry the same tags. An as-written value must not vary between rows; where it has one entry
+        per column (position embeddings, cos and sin), the entry of each token's column is taken.
         """
         if value.tags is not None:
             if value.frame is not frame or align(value.tags, len(tags)) != tags:
@@ -426,7 +429,9 @@ class Scope:
         return node
 
     def on_grid(self, node: fx.Node, tags: Tags, like: Sequence[Value], args: Any, kwargs: Any) -> Value:
-        """Run ``node`` as written and keep the proof: its result is determined by the prefix and may be packed again."""
+        """Run ``node`` as written and keep the proof: its result is determined by the prefix and may be packed
+        again.
+        """
         frame, roots = self.join(like)
         if frame.parent is not None:
             raise Unproven("it runs along the columns of a slice")

@@ -1,12 +1,12 @@
 """The passes in their order.
 
-    Dynamo graph
-      -> effects.check_dynamo_graph   only known higher-order operators
-      -> normalize                    pre-dispatch ATen, same inputs
-      -> effects.check_normal_graph   no randomness, no visible mutation, no collectives
-      -> roles                        which inputs are per-token, which attentions share a tree
-      -> pack                         layout proof, mask lifting and rewriting in one walk
-      -> worth                        what share of the work was packed, and what stopped the rest
+Dynamo graph
+-> effects.check_dynamo_graph   only known higher-order operators
+-> normalize                    pre-dispatch ATen, same inputs
+-> effects.check_normal_graph   no randomness, no visible mutation, no collectives
+-> roles                        which inputs are per-token, which attentions share a tree
+-> pack                         layout proof, mask lifting and rewriting in one walk
+-> worth                        what share of the work was packed, and what stopped the rest
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 import dualkv_compile.passes.rules  # noqa: F401  (registers the rules)
 from dualkv_compile.passes import effects
@@ -35,8 +35,8 @@ log = logging.getLogger("dualkv_compile.passes")
 class Analysis:
     """What the passes found for one graph.
 
-    ``packed`` is None when the plain graph must run; ``reasons`` then say why. With a packed graph, reasons are the operators
-    that kept part of the work on the grid.
+    ``packed`` is None when the plain graph must run; ``reasons`` then say why. With a packed graph, reasons are the
+    operators that kept part of the work on the grid.
     """
 
     has_attention: bool

@@ -48,7 +48,9 @@ class WholeGraphUnsupported(Exception):
 
 
 def source_of(node: fx.Node) -> tuple[str, str]:
-    """``(location, code)`` of the innermost frame outside of torch in ``node.meta["stack_trace"]``; empty if unknown."""
+    """``(location, code)`` of the innermost frame outside of torch in ``node.meta["stack_trace"]``; empty if
+    unknown.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return "", ""

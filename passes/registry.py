@@ -1,9 +1,9 @@
 """The table of rules: which operators may run on packed tokens, and under which conditions.
 
-A rule is a function ``rule(cx, node, *args, **kwargs)`` called for an operator that has at least one packed operand. Tensor
-operands arrive as `Value`, everything else as written. It returns the operator's result as a `Value` (or a tuple of them),
-or raises `Unproven` with the condition that failed; then the operator runs as written on un-packed operands. A missing rule
-means the same, so correctness never depends on a rule being there.
+A rule is a function ``rule(cx, node, *args, **kwargs)`` called for an operator that has at least one packed operand.
+Tensor operands arrive as `Value`, everything else as written. It returns the operator's result as a `Value` (or a
+tuple of them), or raises `Unproven` with the condition that failed; then the operator runs as written on un-packed
+operands. A missing rule means the same, so correctness never depends on a rule being there.
 
 The idea of one small rule per operator overload, in one file per family, is that of ``torch/distributed/tensor/_ops``.
 """

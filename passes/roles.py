@@ -1,14 +1,14 @@
 """Where per-token data enters a graph, and which attentions share one prefix tree.
 
-Roles are hypotheses: calling an input ``(ROW, COLUMN, ...)`` means "compare rows by it". A wrong hypothesis can cost sharing
-but never exactness, because every packed value is derived from roots whose data is compared (or whose repetition the graph
-itself proves). The shapes of attention propose the batch: a query ``[B, H, S, D]`` means B rows of S columns, and inputs
-``[B, S, ...]`` that the attention depends on are roots. Parameters and buffers never are; an input that requires grad never
-is either, since its gradient differs between copies whose values agree. An input that no attention depends on (labels,
-advantages, old log-probabilities) is not a root, so it cannot shorten the prefixes.
+Roles are hypotheses: calling an input ``(ROW, COLUMN, ...)`` means "compare rows by it". A wrong hypothesis can cost
+sharing but never exactness, because every packed value is derived from roots whose data is compared (or whose
+repetition the graph itself proves). The shapes of attention propose the batch: a query ``[B, H, S, D]`` means B rows
+of S columns, and inputs ``[B, S, ...]`` that the attention depends on are roots. Parameters and buffers never are; an
+input that requires grad never is either, since its gradient differs between copies whose values agree. An input that
+no attention depends on (labels, advantages, old log-probabilities) is not a root, so it cannot shorten the prefixes.
 
-Repeats written in the graph are roots as well: ``cat([prompt.expand(N, -1), responses], 1)`` shares its first columns between
-all rows whatever the data, and may carry a gradient, since its copies have one common source.
+Repeats written in the graph are roots as well: ``cat([prompt.expand(N, -1), responses], 1)`` shares its first columns
+between all rows whatever the data, and may carry a gradient, since its copies have one common source.
 """
 
 from __future__ import annotations
@@ -107,12 +107,7 @@ def _batch_of(attention: fx.Node) -> tuple[Size, Size] | None:
 
 def _looks_per_token(node: fx.Node, rows: Size, columns: Size) -> bool:
     val = node.meta.get("val")
-    return (
-        isinstance(val, torch.Tensor)
-        and val.ndim >= 2
-        and same(val.shape[0], rows)
-        and same(val.shape[1], columns)
-    )
+    return isinstance(val, torch.Tensor) and val.ndim >= 2 and same(val.shape[0], rows) and same(val.shape[1], columns)
 
 
 def _tags(rank: int, row: int, column: int) -> Tags:

@@ -1,7 +1,7 @@
 """Which dimensions of an as-written value it does not vary along.
 
-Models expand column numbers to ``[B, S]`` (``position_ids.expand(B, -1)``) and compute document ids from them. Such a value
-has a row dimension of full size and yet the same content in every row; knowing that, one row of it serves all.
+Models expand column numbers to ``[B, S]`` (``position_ids.expand(B, -1)``) and compute document ids from them. Such a
+value has a row dimension of full size and yet the same content in every row; knowing that, one row of it serves all.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ position (row, column) is a function of nothing but the keys of that row up to t
 column number. Rows whose keys agree up to a column therefore agree in every packed value there, and one copy suffices.
 
 Packed tensors keep their rank: the row dimension gets size 1 and the column dimension size T (the number of packed
-tokens); a flattened row-times-column dimension gets size T. So ``[B, H, S, D]`` becomes ``[1, H, T, D]`` and ``[B*S, C]``
-becomes ``[T, C]``, and most operators run on them with unchanged arguments.
+tokens); a flattened row-times-column dimension gets size T. So ``[B, H, S, D]`` becomes ``[1, H, T, D]`` and ``[B*S,
+C]`` becomes ``[T, C]``, and most operators run on them with unchanged arguments.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _expression(size: Size) -> sympy.Expr:
 def _without_exact_divisions(expression: sympy.Expr) -> sympy.Expr:
     """Replace ``a // b`` by ``a / b`` where that is a polynomial with integer coefficients, so that nothing is rounded.
 
-    Tracing views with inferred sizes leaves quotients such as ``(32 * s**2) // (8 * s**2)`` that torch does not simplify.
+    Tracing views with inferred sizes leaves quotients such as ``(32 * s**2) // (8 * s**2)`` that torch does not
+    simplify.
     """
 
     def exact(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
@@ -72,9 +73,9 @@ def _without_exact_divisions(expression: sympy.Expr) -> sympy.Expr:
         symbols = sorted(quotient.free_symbols, key=str)
         if quotient.is_Integer:
             return quotient
-        if symbols and quotient.is_polynomial(*symbols):
-            if all(coefficient.is_Integer for coefficient in sympy.Poly(quotient, *symbols).coeffs()):
-                return quotient
+        whole = symbols and quotient.is_polynomial(*symbols)
+        if whole and all(coefficient.is_Integer for coefficient in sympy.Poly(quotient, *symbols).coeffs()):
+            return quotient
         return FloorDiv(a, b)
 
     return sympy.expand(expression.replace(FloorDiv, exact))
@@ -84,7 +85,8 @@ def _without_exact_divisions(expression: sympy.Expr) -> sympy.Expr:
 class Root:
     """Where per-token data enters: a graph input, or a repeat written in the graph.
 
-    ``node`` is the original graph's node. For an input, rows are compared by its data at each call (``groups is None``).
+    ``node`` is the original graph's node. For an input, rows are compared by its data at each call (``groups is
+    None``).
     For a repeat written in the graph, ``groups`` tells how rows are grouped and ``shared`` how many leading columns the
     rows of a group have in common: known without looking at any data.
     """
@@ -97,6 +99,7 @@ class Root:
 
     @property
     def static(self) -> bool:
+        """Whether the graph itself proves the repetition, without data."""
         return self.groups is not None
 
 
@@ -121,6 +124,7 @@ class Slice:
     stop: Size
 
     def equals(self, other: Slice) -> bool:
+        """Whether both slices keep the same columns."""
         return same(self.start, other.start) and same(self.stop, other.stop)
 
 
@@ -144,6 +148,7 @@ class Frame:
 
     @property
     def base(self) -> Frame:
+        """The frame of the whole batch."""
         return self if self.parent is None else self.parent.base
 
     def slices(self) -> list[Slice]:
@@ -162,9 +167,9 @@ WINDOW_TENSORS = ("index", "inverse", "column")
 class Value:
     """A tensor of the original graph during rewriting: its tags and the new-graph nodes that hold it.
 
-    ``tags is None`` means *as written*: only ``grid`` exists. Otherwise ``packed`` and ``grid`` are made from one another
-    when first asked for, always at the place where the value is defined: a conversion emitted later could stand inside
-    a ``no_grad`` or autocast region that its other users are outside of.
+    ``tags is None`` means *as written*: only ``grid`` exists. Otherwise ``packed`` and ``grid`` are made from one
+    another when first asked for, always at the place where the value is defined: a conversion emitted later could
+    stand inside a ``no_grad`` or autocast region that its other users are outside of.
     ``roots`` is the set of roots the value depends on through its packed form.
     """
 
@@ -180,6 +185,7 @@ class Value:
 
     @property
     def is_packed(self) -> bool:
+        """Whether the value is proven determined by the prefix."""
         return self.tags is not None
 
     @property
@@ -193,10 +199,12 @@ class Value:
 
     @property
     def shape(self) -> Sequence[Size]:
+        """The grid's sizes."""
         return self.meta.shape
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions, the same in both forms."""
         return self.meta.ndim
 
 

@@ -53,7 +53,9 @@ def costly_reasons(links: Links, graph: PackedGraph) -> list[Reason]:
     """
     alive = set(live_nodes(graph.module))
     records = graph.records
-    working = [node for node in links.nodes if node not in records.packed and flops(node) and _alive(node, graph, alive)]
+    working = [
+        node for node in links.nodes if node not in records.packed and flops(node) and _alive(node, graph, alive)
+    ]
     behind: set[fx.Node] = set()
     for node in working:
         behind.add(node)

@@ -30,6 +30,7 @@ def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs:
 
 @register(aten.index_select.default, family="indexing")
 def index_select(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
+    """Features picked by an as-written index."""
     if x.tags is None or x.tags[dim] is not Dim.FEATURE or index.is_packed:
         raise Unproven("it selects among rows or columns")
     return cx.result(node, x.tags, [x], cx.emit(node.target, cx.packed(x), dim % x.ndim, cx.grid(index)))

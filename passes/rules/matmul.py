@@ -34,6 +34,7 @@ def _features_last(x: Value) -> Tags:
 
 @register(aten.linear.default, family="matmul")
 def linear(cx: Scope, node: fx.Node, x: Value, weight: Value, bias: Value | None = None) -> Value:
+    """``x @ weight.T + bias`` over the last dimension."""
     tags = _features_last(x)
     held = _weight(cx, weight, "weight")
     new = cx.emit(node.target, cx.packed(x), held, _weight(cx, bias, "bias"))
@@ -42,6 +43,7 @@ def linear(cx: Scope, node: fx.Node, x: Value, weight: Value, bias: Value | None
 
 @register(aten.addmm.default, family="matmul")
 def addmm(cx: Scope, node: fx.Node, bias: Value, x: Value, weight: Value, **scales: Any) -> Value:
+    """``bias + x @ weight`` over flattened tokens (GPT-2)."""
     tags = _features_last(x)
     if bias.ndim != 1:
         raise Unproven("the added matrix is not one row")
@@ -51,6 +53,7 @@ def addmm(cx: Scope, node: fx.Node, bias: Value, x: Value, weight: Value, **scal
 
 @register(aten.mm.default, family="matmul")
 def mm(cx: Scope, node: fx.Node, x: Value, weight: Value) -> Value:
+    """``x @ weight`` over flattened tokens."""
     tags = _features_last(x)
     return cx.result(node, tags, [x], cx.emit(node.target, cx.packed(x), _weight(cx, weight, "weight")))
 
@@ -103,6 +106,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Value:
+    """One table row per token."""
     if scale_grad_by_freq:
         raise Unproven("its gradient counts how often a token occurs in the batch")
     if indices.tags is None:
@@ -110,5 +114,3 @@ def embedding(
     held = _weight(cx, weight, "table")
     new = cx.emit(node.target, held, cx.packed(indices), padding_idx, scale_grad_by_freq, sparse)
     return cx.result(node, (*indices.tags, Dim.FEATURE), [indices], new)
-
-

@@ -63,7 +63,10 @@ def reduction(cx: Scope, node: fx.Node, x: Value, dim: Any = None, *args: Any, *
 
 
 @register(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, family="reductions")
-def vector_norm(cx: Scope, node: fx.Node, x: Value, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Value:
+def vector_norm(
+    cx: Scope, node: fx.Node, x: Value, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any
+) -> Value:
+    """A norm over features."""
     dims = _feature_dims(x, dim)
     assert x.tags is not None
     new = cx.emit(node.target, cx.packed(x), order, dim, *args, **kwargs)
@@ -102,11 +105,13 @@ def along_features(cx: Scope, node: fx.Node, x: Value, dim: Any = -1, *args: Any
     family="reductions",
 )
 def pair(cx: Scope, node: fx.Node, x: Value, dim: int = -1, *args: Any, **kwargs: Any) -> tuple[Value, ...]:
+    """Operators with values and indices along a feature dimension."""
     return _several(cx, node, x, dim, (dim, *args), kwargs)
 
 
 @register(aten.topk.default, family="reductions")
 def topk(cx: Scope, node: fx.Node, x: Value, k: Any, dim: int = -1, *args: Any, **kwargs: Any) -> tuple[Value, ...]:
+    """The largest k features of each token."""
     return _several(cx, node, x, dim, (k, dim, *args), kwargs)
 
 
@@ -145,7 +150,5 @@ def norm(
     rest = [weight, *args, *kwargs.values()]
     if any(isinstance(value, Value) and value.is_packed for value in rest):
         raise Unproven("its weight comes from the tokens")
-    new = cx.emit(
-        node.target, cx.packed(x), list(normalized_shape), *cx.to_grid((weight, *args)), **cx.to_grid(kwargs)
-    )
+    new = cx.emit(node.target, cx.packed(x), list(normalized_shape), *cx.to_grid((weight, *args)), **cx.to_grid(kwargs))
     return cx.result(node, x.tags, [x], new)

@@ -1,7 +1,7 @@
 """Operators that run along the columns and look only backwards.
 
-Their result at a column is determined by the prefix up to it, but they cannot run on packed tokens, where the neighbours
-of a token need not be its neighbours in the row. They run on the grid, and the result is packed again.
+Their result at a column is determined by the prefix up to it, but they cannot run on packed tokens, where the
+neighbours of a token need not be its neighbours in the row. They run on the grid, and the result is packed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def scan(cx: Scope, node: fx.Node, x: Value, dim: int, *args: Any, **kwargs: Any
 
 
 @register(aten.diff.default, family="scans")
-def diff(cx: Scope, node: fx.Node, x: Value, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Value:
+def diff(
+    cx: Scope, node: fx.Node, x: Value, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> Value:
     """First difference along the columns with one prepended column, itself made from the row's first column."""
     if x.tags is None or x.tags[dim] is not Dim.COLUMN or n != 1 or append is not None:
         raise Unproven("differences that look ahead or along another dimension")

@@ -34,14 +34,17 @@ def regroup(old: Sequence[Size], new: Sequence[Size], tags: Tags, rows: Size, co
     result: list[Dim] = []
     i = j = 0
     while i < len(old) or j < len(new):
-        left, right, product_left, product_right = [], [], 1, 1
+        left: list[int] = []
+        right: list[int] = []
+        product_left: Size = 1
+        product_right: Size = 1
         if i < len(old):
             left.append(i)
-            product_left = old[i]  # type: ignore[assignment]
+            product_left = old[i]
             i += 1
         if j < len(new):
             right.append(j)
-            product_right = new[j]  # type: ignore[assignment]
+            product_right = new[j]
             j += 1
         while not same(product_left, product_right):
             if (_smaller(product_left, product_right) or j >= len(new)) and i < len(old):
@@ -59,8 +62,9 @@ def regroup(old: Sequence[Size], new: Sequence[Size], tags: Tags, rows: Size, co
 
 
 def _smaller(a: Size, b: Size) -> bool:
-    """Which side of a view to extend. Symbolic products are compared by their present values: the choice only steers the
-    search, equality is what is proven."""
+    """Which side of a view to extend. Symbolic products are compared by their present values: the choice only steers
+    the search, equality is what is proven.
+    """
     return hint(a) < hint(b)
 
 
@@ -77,9 +81,9 @@ def _group(old: list[Size], new: list[Size], tags: list[Dim], rows: Size, column
         result[solid[0]] = present[0]
     elif present == [Dim.ROW, Dim.COLUMN] and len(solid) == 1:
         result[solid[0]] = Dim.TOKEN
-    elif present == [Dim.ROW, Dim.COLUMN] and len(solid) == 2 and same(new[solid[0]], kinds[0][1]):
-        result[solid[0]], result[solid[1]] = Dim.ROW, Dim.COLUMN
-    elif present == [Dim.TOKEN] and len(solid) == 2 and same(new[solid[0]], rows) and same(new[solid[1]], columns):
+    elif (present == [Dim.ROW, Dim.COLUMN] and len(solid) == 2 and same(new[solid[0]], kinds[0][1])) or (
+        present == [Dim.TOKEN] and len(solid) == 2 and same(new[solid[0]], rows) and same(new[solid[1]], columns)
+    ):
         result[solid[0]], result[solid[1]] = Dim.ROW, Dim.COLUMN
     else:
         raise Unproven("the view cuts rows or columns apart")
@@ -114,11 +118,13 @@ def reshaped(cx: Scope, node: fx.Node, x: Value, given: Sequence[Any] | None = N
 
 @register(aten.view.default, aten.reshape.default, aten._unsafe_view.default, family="views")
 def view(cx: Scope, node: fx.Node, x: Value, size: Sequence[Any]) -> Value:
+    """A view with given sizes."""
     return reshaped(cx, node, x, size)
 
 
 @register(aten.flatten.using_ints, aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, family="views")
 def flatten(cx: Scope, node: fx.Node, x: Value, *_: Any) -> Value:
+    """Views whose sizes are read off the result."""
     if not x.is_packed:
         raise Unproven("it takes the shape of another tensor")
     return reshaped(cx, node, x)
@@ -132,6 +138,7 @@ def _permuted(cx: Scope, node: fx.Node, x: Value, order: Sequence[int]) -> Value
 
 @register(aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, family="views")
 def transpose(cx: Scope, node: fx.Node, x: Value, dim0: int, dim1: int) -> Value:
+    """Two dimensions exchanged."""
     order = list(range(x.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permuted(cx, node, x, order)
@@ -139,6 +146,7 @@ def transpose(cx: Scope, node: fx.Node, x: Value, dim0: int, dim1: int) -> Value
 
 @register(aten.t.default, aten.mT.default, aten.adjoint.default, family="views")
 def matrix_transpose(cx: Scope, node: fx.Node, x: Value) -> Value:
+    """The last two dimensions exchanged."""
     order = list(range(x.ndim))
     order[-2:] = reversed(order[-2:])
     return _permuted(cx, node, x, order)
@@ -146,11 +154,13 @@ def matrix_transpose(cx: Scope, node: fx.Node, x: Value) -> Value:
 
 @register(aten.permute.default, family="views")
 def permute(cx: Scope, node: fx.Node, x: Value, dims: Sequence[int]) -> Value:
+    """Dimensions in a new order; rows must stay before columns."""
     return _permuted(cx, node, x, [dim % x.ndim for dim in dims])
 
 
 @register(aten.movedim.int, family="views")
 def movedim(cx: Scope, node: fx.Node, x: Value, source: int, destination: int) -> Value:
+    """One dimension moved."""
     order = list(range(x.ndim))
     order.insert(destination % x.ndim, order.pop(source % x.ndim))
     return _permuted(cx, node, x, order)
@@ -158,6 +168,7 @@ def movedim(cx: Scope, node: fx.Node, x: Value, source: int, destination: int) -
 
 @register(aten.unsqueeze.default, family="views")
 def unsqueeze(cx: Scope, node: fx.Node, x: Value, dim: int) -> Value:
+    """A new feature dimension of size 1."""
     assert x.tags is not None
     place = dim % (x.ndim + 1)
     tags = (*x.tags[:place], Dim.FEATURE, *x.tags[place:])
@@ -166,6 +177,7 @@ def unsqueeze(cx: Scope, node: fx.Node, x: Value, dim: int) -> Value:
 
 @register(aten.squeeze.dim, aten.squeeze.dims, family="views")
 def squeeze(cx: Scope, node: fx.Node, x: Value, dim: int | Sequence[int]) -> Value:
+    """Feature dimensions of size 1 dropped."""
     assert x.tags is not None
     dims = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}
     for d in dims:
@@ -199,6 +211,7 @@ def expand(cx: Scope, node: fx.Node, x: Value, size: Any, implicit: bool = False
 
 @register(aten.repeat.default, family="views")
 def repeat(cx: Scope, node: fx.Node, x: Value, repeats: Sequence[Any]) -> Value:
+    """Features tiled."""
     assert x.tags is not None
     tags = (Dim.FEATURE,) * (len(repeats) - x.ndim) + x.tags
     if any(kind is not Dim.FEATURE and times != 1 for kind, times in zip(tags, repeats, strict=True)):
@@ -208,6 +221,7 @@ def repeat(cx: Scope, node: fx.Node, x: Value, repeats: Sequence[Any]) -> Value:
 
 @register(aten.repeat_interleave.self_int, family="views")
 def repeat_interleave(cx: Scope, node: fx.Node, x: Value, repeats: Any, dim: int | None = None, **_: Any) -> Value:
+    """Each feature (a key head) repeated in place."""
     assert x.tags is not None
     if dim is None or x.tags[dim] is not Dim.FEATURE:
         raise Unproven("repeats rows or columns")
@@ -215,7 +229,9 @@ def repeat_interleave(cx: Scope, node: fx.Node, x: Value, repeats: Any, dim: int
 
 
 @register(aten.slice.Tensor, family="views")
-def slice_(cx: Scope, node: fx.Node, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Value:
+def slice_(
+    cx: Scope, node: fx.Node, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Value:
     """A slice of features runs as it is; a slice of columns keeps only the tokens of those columns."""
     assert x.tags is not None
     place = dim % x.ndim
@@ -248,6 +264,7 @@ def _bound(arg: Any) -> Size:
 
 @register(aten.narrow.default, family="views")
 def narrow(cx: Scope, node: fx.Node, x: Value, dim: int, start: Any, length: Any) -> Value:
+    """A part of the features, or of the columns."""
     assert x.tags is not None
     place = dim % x.ndim
     if x.tags[place] is Dim.FEATURE and isinstance(start, int):
@@ -284,11 +301,13 @@ def _pieces(cx: Scope, node: fx.Node, x: Value, dim: int, args: tuple[Any, ...])
 
 @register(aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, family="views")
 def split(cx: Scope, node: fx.Node, x: Value, size: Any, dim: int = 0) -> tuple[Value, ...]:
+    """Features split into parts."""
     return _pieces(cx, node, x, dim % x.ndim, (size, dim))
 
 
 @register(aten.unbind.int, family="views")
 def unbind(cx: Scope, node: fx.Node, x: Value, dim: int = 0) -> tuple[Value, ...]:
+    """Features taken apart."""
     assert x.tags is not None
     place = dim % x.ndim
     pieces = _pieces(cx, node, x, place, (place,))
@@ -299,6 +318,7 @@ def unbind(cx: Scope, node: fx.Node, x: Value, dim: int = 0) -> tuple[Value, ...
 
 @register(aten.stack.default, family="views")
 def stack(cx: Scope, node: fx.Node, parts: Sequence[Value], dim: int = 0) -> Value:
+    """Packed tensors along a new feature dimension."""
     frame, _ = cx.join(parts)
     tags = broadcast(cx, list(parts))
     if not all(part.is_packed for part in parts):
@@ -328,6 +348,7 @@ def cat(cx: Scope, node: fx.Node, parts: Sequence[Value], dim: int = 0) -> Value
 
 @register(aten.constant_pad_nd.default, aten.pad.default, family="views")
 def pad(cx: Scope, node: fx.Node, x: Value, pads: Sequence[Any], *args: Any, **kwargs: Any) -> Value:
+    """Padding of features."""
     assert x.tags is not None
     touched = [x.ndim - 1 - pair for pair in range(len(pads) // 2) if tuple(pads[2 * pair : 2 * pair + 2]) != (0, 0)]
     if any(x.tags[place] is not Dim.FEATURE for place in touched):

@@ -1,8 +1,9 @@
 """Comparing a compiled model with eager: outputs, every gradient, and proof that the packed graph really ran.
 
-``assert_packed_and_exact`` fails when a call falls back, when a reason is recorded, when the number of computed tokens is not
-that of a brute-force prefix trie, when the packed graph does more work than its share, and when the comparison itself is
-blind: a mutant batch (one prompt token of one row changed) must move the outputs by far more than the tolerance.
+``assert_packed_and_exact`` fails when a call falls back, when a reason is recorded, when the number of computed tokens
+is not that of a brute-force prefix trie, when the packed graph does more work than its share, and when the comparison
+itself is blind: a mutant batch (one prompt token of one row changed) must move the outputs by far more than the
+tolerance.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def rollouts(
 ) -> dict[str, torch.Tensor]:
     """A batch as trainers send it: prompts left-padded to one length, each repeated, each with its own response.
 
-    ``system`` tokens at the start of every prompt are common to all; ``right_padding`` gives pad counts of the first rows.
+    ``system`` tokens at the start of every prompt are common to all; ``right_padding`` gives pad counts of the first
+    rows.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -161,7 +163,9 @@ def _rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
 
-def _rotary(frequencies: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary(
+    frequencies: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     angles = position_ids[..., None].double() * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos(), angles.sin()
@@ -248,5 +252,3 @@ def assert_packed_and_exact(
         other = run(model, packed, step, changed)
         assert largest_distance(other, got) > 100 * tolerance
         assert largest_distance(other, run(model, eager, step, changed)) <= tolerance
-
-

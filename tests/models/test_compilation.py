@@ -34,7 +34,7 @@ def dispatchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Dispatcher]]:
             return super().__call__(*args)
 
     monkeypatch.setattr(backend_module, "Dispatcher", Recorded)
-    yield made
+    return made
 
 
 def counted(model: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[int]]:
@@ -110,7 +110,10 @@ def test_work_is_the_share_of_distinct_tokens(name: str, dispatchers: list[Dispa
 
     def operations(graph: Callable[..., Any], inputs: Any) -> int:
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        formulas = {fused: sdpa_forward_flops, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flops}
+        formulas = {
+            fused: sdpa_forward_flops,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flops,
+        }
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             sum(output.sum() for output in graph(*inputs) if output.requires_grad).backward()
         return int(counter.get_total_flops())

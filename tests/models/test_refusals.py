@@ -1,7 +1,7 @@
 """What breaks the proof runs the plain graph, says why and where, and changes nothing for the user.
 
-Each case is a function around a tiny model or a tiny attention network. Values, gradients and the user's own tensors equal
-eager in every case, and ``on_unsupported="error"`` raises the same reason.
+Each case is a function around a tiny model or a tiny attention network. Values, gradients and the user's own tensors
+equal eager in every case, and ``on_unsupported="error"`` raises the same reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from tests.models.harness import EXACT, build, distance, rollouts
 class Decoder(nn.Module):
     """Two attention layers with a hook between them, where a case puts its operator."""
 
-    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], mask: str = "causal", dropout: float = 0.0) -> None:
+    def __init__(
+        self, between: Callable[[torch.Tensor], torch.Tensor], mask: str = "causal", dropout: float = 0.0
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(97, 16)
@@ -34,7 +36,9 @@ class Decoder(nn.Module):
     def attend(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in layer(x).chunk(3, dim=-1))
         causal = self.mask == "causal"
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=self.dropout if self.training else 0.0)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, dropout_p=self.dropout if self.training else 0.0
+        )
         return x + out.transpose(1, 2).flatten(2)
 
     def forward(self, ids: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
@@ -100,7 +104,9 @@ CASES = {
     "mean_over_columns": Case(lambda: Decoder(lambda x: x + x.mean(1, keepdim=True)), "mean", "x.mean(1"),
     "look_ahead": Case(lambda: Decoder(lambda x: x + F.pad(x, (0, 0, 0, 1))[:, 1:]), "pad", "F.pad"),
     "row_number": Case(
-        lambda: Decoder(lambda x: x + torch.arange(x.shape[0], device=x.device)[:, None, None]), "row to row", "torch.arange"
+        lambda: Decoder(lambda x: x + torch.arange(x.shape[0], device=x.device)[:, None, None]),
+        "row to row",
+        "torch.arange",
     ),
     "batch_norm": Case(lambda: Decoder(Normalized()), "in place", "self.norm"),
     "custom_op": Case(lambda: Decoder(lambda x: x + reverse(x)), "reverse", "reverse(x)"),
@@ -145,7 +151,8 @@ def compare(model: nn.Module, *args: torch.Tensor, packs: bool = False) -> dict[
 def test_refused(name: str) -> None:
     case = CASES[name]
     ids = rollouts()["input_ids"]
-    # One attention stands before the operator, so part of the graph may still be packed; the reason is told all the same.
+    # One attention stands before the operator, so part of the graph may still be packed; the reason is told all the
+    # same.
     model = case.build()
     whole = name in ("autograd_function", "in_place_through_a_view", "bidirectional", "random", "batch_norm")
     stats = compare(model, ids, packs=not whole)
