@@ -36,13 +36,14 @@ def dualkv(
     compiled function, since an error raised here would only make Dynamo try smaller graphs.
     """
     parsed = Options.parse(options, mode)
+    error: Exception | None = None
     try:
         analysis = analyse(gm, example_inputs, strategy=parsed.attention)
-    except Exception as error:  # any failure of ours must end in the plain graph, counted and told
-        log.warning("the passes failed; the plain graph runs", exc_info=error)
+    except Exception as caught:  # any failure of ours must end in the plain graph, counted and told
+        error = caught
         failure = Reason("", f"the passes failed ({type(error).__name__}: {error})")
         analysis = Analysis(has_attention=mentions_attention(gm), reasons=[failure])
-    _tell(analysis)
+    _tell(analysis, error)
     if analysis.reasons and parsed.on_unsupported == "error" and analysis.has_attention:
         return _raiser(analysis.reasons)
     if analysis.packed is not None:
@@ -61,13 +62,14 @@ def _raiser(reasons: Sequence[Reason]) -> Callable[..., Any]:
     return refuse
 
 
-def _tell(analysis: Analysis) -> None:
-    """Log each reason once in the process."""
+def _tell(analysis: Analysis, error: Exception | None = None) -> None:
+    """Log each reason once in the process, with the traceback of the failure if it was one."""
     for reason in analysis.reasons if analysis.has_attention else ():
         text = str(reason)
         if text not in _told:
             _told.add(text)
-            log.warning("%s; %s", text, "this part runs as written" if analysis.packed else "the plain graph runs")
+            what = "this part runs as written" if analysis.packed else "the plain graph runs"
+            log.warning("%s; %s", text, what, exc_info=error)
     if analysis.packed is not None:
         log.info(
             "packed %d of %d attentions, %.1f%% of the operations",

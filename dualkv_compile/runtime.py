@@ -21,7 +21,7 @@ from dualkv_compile.passes.pipeline import Analysis
 from dualkv_compile.passes.reasons import Reason
 from dualkv_compile.passes.symbols import SymbolTable
 from dualkv_compile.passes.values import Frame, Root, Value
-from dualkv_compile.plan import PrefixPlan
+from dualkv_compile.plan import PlanWindow, PrefixPlan
 from dualkv_compile.plan_cache import PlanCache
 from dualkv_compile.statistics import STATISTICS
 
@@ -218,19 +218,24 @@ class Dispatcher:
 
     def prepare(self, args: Sequence[Any], plans: dict[Frame, PrefixPlan]) -> list[Any]:
         """The inputs of the packed graph: some of ``args``, and tensors of the plans."""
-        windows: dict[Frame, Any] = {}
+        windows: dict[Frame, PlanWindow] = {}
+
+        def window(frame: Frame) -> PlanWindow:
+            if frame not in windows:
+                windows[frame] = plans[frame.base].window(*self._by_frame[frame.base].bounds(frame, args))
+            return windows[frame]
+
         inputs: list[Any] = []
         for item in self.packed.inputs:
             if not isinstance(item, PlanInput):
                 inputs.append(args[item])
                 continue
             base = item.frame.base
-            holder: Any = plans[base]
-            if item.frame is not base:
-                if item.frame not in windows:
-                    windows[item.frame] = plans[base].window(*self._by_frame[base].bounds(item.frame, args))
-                holder = windows[item.frame]
+            holder: PrefixPlan | PlanWindow = plans[base] if item.frame is base else window(item.frame)
             tensor = getattr(holder, item.name)
+            if item.name == "index" and item.frame.parent is not base:
+                # A slice of a slice is packed from the tokens of the outer slice, which stand in packed order as well.
+                tensor = torch.searchsorted(window(item.frame.parent).index, tensor)
             if item.name != "inverse":
                 # "maybe": a dimension of size 1 is specialised by torch, which mark_dynamic would call an error.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -104,14 +104,17 @@ def _unpack(x: Tensor, inverse: Tensor, dim: int) -> Tensor:
     if x.shape[dim] == 0:
         return x.new_zeros(shape)
     dropped = flat < 0
+    # Written into its final form: autograd would forbid the user to change a view made by a custom operator in place.
+    result = x.new_empty(shape)
+    merged = result.view(_replaced(x, dim, (flat.shape[0],)))
     # On a GPU the question "is there any -1" would wait for the device: fill in any case there.
     if x.device.type != "cpu" or bool(dropped.any()):
-        result = x.index_select(dim, flat.clamp(min=0))
+        torch.index_select(x, dim, flat.clamp(min=0), out=merged)
         mask = dropped.reshape((-1,) + (1,) * (x.dim() - dim - 1))
-        result.masked_fill_(mask, 0)
+        merged.masked_fill_(mask, 0)
     else:
-        result = x.index_select(dim, flat)
-    return result.reshape(shape).contiguous()
+        torch.index_select(x, dim, flat, out=merged)
+    return result
 
 
 torch.library.impl("dualkv::unpack", "CompositeExplicitAutograd", _unpack)

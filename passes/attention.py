@@ -58,9 +58,8 @@ def attention(
         raise Unproven("it has no mask and is not causal: tokens see later ones")
     if scale is None:
         width = query.shape[3]
-        if not isinstance(width, int):
-            raise Unproven("its head dimension is symbolic")
-        scale = 1.0 / math.sqrt(width)
+        # With dynamic=True the features of the user's own tensors are symbolic as well: a guard makes them a number.
+        scale = 1.0 / math.sqrt(int(width))
     if not isinstance(scale, float | int):
         raise Unproven("its scale is not a number")
     heads = query.shape[1]

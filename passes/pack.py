@@ -39,6 +39,7 @@ from dualkv_compile.passes.values import (
     align,
     dim_of,
     fake_value,
+    hint,
     same,
     well_formed,
 )
@@ -197,9 +198,10 @@ class Scope:
             except Unproven as failure:
                 self.records.unproven[node] = reason_at(node, str(failure))
         elif node.target is ATTENTION:
-            self.records.unproven[node] = reason_at(
-                node, "its query does not come from values proven equal for equal prefixes"
-            )
+            message = "its query does not come from values proven equal for equal prefixes"
+            if node in self.roles.refused:
+                message += f" (input {self.roles.refused[node]} requires grad: equal rows have gradients of their own)"
+            self.records.unproven[node] = reason_at(node, message)
         return self.as_written(node, args, kwargs)
 
     def _apply_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -564,8 +566,3 @@ def _together(tags: Tags) -> list[int]:
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
-
-
-def hint(size: Size) -> int:
-    """A present value of ``size`` (reading it adds no guard)."""
-    return size if isinstance(size, int) else int(size.node.hint)

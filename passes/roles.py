@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from dualkv_compile.passes.normalize import CHECKPOINT, NormalGraph
 from dualkv_compile.passes.uniform import is_uniform
-from dualkv_compile.passes.values import Dim, Frame, Root, RowGroups, Size, Tags, same
+from dualkv_compile.passes.values import Dim, Frame, Root, RowGroups, Size, Tags, hint, same
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -35,6 +35,7 @@ class Roles:
     frames: list[Frame] = field(default_factory=list)
     roots: dict[fx.Node, tuple[Root, Frame]] = field(default_factory=dict)
     attentions: list[fx.Node] = field(default_factory=list)
+    refused: dict[fx.Node, str] = field(default_factory=dict)  # attention -> a per-token input of it that requires grad
     _count: int = 0
 
     def next_index(self) -> int:
@@ -55,9 +56,13 @@ def find_roles(graph: NormalGraph, links: Links) -> Roles:
         reached = links.ancestors(attention)
         found: list[Root] = []
         for index, (node, described) in enumerate(zip(placeholders, graph.inputs, strict=True)):
-            if described.is_parameter or described.requires_grad or node not in reached:
+            if described.is_parameter or node not in reached:
                 continue
-            if _looks_per_token(node, rows, columns):
+            if not _looks_per_token(node, rows, columns):
+                continue
+            if described.requires_grad:
+                roles.refused.setdefault(attention, described.source or described.name)
+            elif _made_equal(node, rows, columns):
                 found.append(Root(node, _tags(node.meta["val"].ndim, 0, 1), input_index=index))
         # A repeat may itself be computed from another one (embedded prompts): the outermost are enough.
         for node in reached:
@@ -106,8 +111,26 @@ def _batch_of(attention: fx.Node) -> tuple[Size, Size] | None:
 
 
 def _looks_per_token(node: fx.Node, rows: Size, columns: Size) -> bool:
+    """Whether the first two sizes are those of the grid: for every call, or symbols that are equal in this one."""
     val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and val.ndim >= 2 and same(val.shape[0], rows) and same(val.shape[1], columns)
+    return (
+        isinstance(val, torch.Tensor)
+        and val.ndim >= 2
+        and _equal_now(val.shape[0], rows)
+        and _equal_now(val.shape[1], columns)
+    )
+
+
+def _equal_now(size: Size, expected: Size) -> bool:
+    return same(size, expected) or (
+        isinstance(size, torch.SymInt) and isinstance(expected, torch.SymInt) and hint(size) == hint(expected)
+    )
+
+
+def _made_equal(node: fx.Node, rows: Size, columns: Size) -> bool:
+    """Guard sizes that are not known to be equal: automatic dynamic shapes give ids and mask symbols of their own."""
+    sizes = node.meta["val"].shape[:2]
+    return all(same(size, expected) or bool(size == expected) for size, expected in zip(sizes, (rows, columns), strict=True))
 
 
 def _tags(rank: int, row: int, column: int) -> Tags:
@@ -163,8 +186,10 @@ def _row_groups(node: fx.Node) -> RowGroups | None:
     if node.target is aten.repeat.default:
         repeats = node.args[1]
         assert isinstance(repeats, list | tuple)
-        plain = all(isinstance(times, int) and times == 1 for times in repeats[1:])
-        return RowGroups(source.shape[0], False) if plain and source.ndim == val.ndim else None
+        if not all(isinstance(times, int) and times == 1 for times in repeats[1:]):
+            return None
+        # A repeat that makes the row dimension has one source row.
+        return RowGroups(source.shape[0], False) if source.ndim == val.ndim else RowGroups(1, True)
     if node.target is aten.repeat_interleave.self_int:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
         return RowGroups(source.shape[0], True) if dim in (0, -val.ndim) else None

@@ -40,8 +40,9 @@ _ELEMENTWISE = {
     aten.__or__.Tensor,
     aten.__xor__.Tensor,
     aten.type_as.default,
+    aten.slice.Tensor,
 }
-_ALONG_ONE_DIM = {aten.cumsum.default: 1, aten.diff.default: 2, aten.cat.default: 1, aten.slice.Tensor: 1}
+_ALONG_ONE_DIM = {aten.cumsum.default: 1, aten.diff.default: 2, aten.cat.default: 1}
 
 
 def is_uniform(node: fx.Node, dim: int) -> bool:

@@ -48,6 +48,11 @@ def same(a: Size, b: Size) -> bool:
     return bool(statically_known_true(a == b)) or _expression(a) == _expression(b)
 
 
+def hint(size: Size) -> int:
+    """A present value of ``size`` (reading it adds no guard)."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def simplified(size: Size) -> Size:
     """``size``, as a number where it is one for all inputs."""
     if isinstance(size, int):

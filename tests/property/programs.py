@@ -2,12 +2,12 @@
 
 A program is data: sizes, and a list of steps with their arguments, so that a failing one is its own reproduction
 (``repr``). Its `Network` is an ordinary module: token embeddings ``[B, S, C]`` (with positions, with a function of the
-attention mask), then the steps in order, then an end. Between attentions a value may have any layout that the steps reach,
-named by its dimensions: B rows, S columns, T = B * S flattened, C = H * D features, 1.
+attention mask), then the steps in order, then an end. Between attentions a value may have any layout that the steps
+reach, named by its dimensions: B rows, S columns, T = B * S flattened, C = H * D features, 1.
 
-The generator is written against one function, ``choose(options)``, so that a seeded random generator and hypothesis (which
-shrinks) draw the same programs. Every operator of `OPERATORS` is one whose result at a token is known from the token's
-prefix and that the passes are meant to pack; those of `FORBIDDEN` must not be packed.
+The generator is written against one function, ``choose(options)``, so that a seeded random generator and hypothesis
+(which shrinks) draw the same programs. Every operator of `OPERATORS` is one whose result at a token is known from the
+token's prefix and that the passes are meant to pack; those of `FORBIDDEN` must not be packed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sizes:
     V: int = 29
 
     @property
-    def C(self) -> int:  # noqa: N802 - the name of the dimension
+    def C(self) -> int:
         return self.H * self.D
 
 
@@ -74,8 +74,9 @@ class Program:
     @property
     def uses(self) -> tuple[str, ...]:
         """The per-token inputs that the packed values depend on: the keys of the plan."""
-        text = repr((self.start, self.steps))
-        return ("ids", *(name for name in ("mask", "positions") if f"'{name}'" in text))
+        read = {_READS.get(name) for name in self.start}
+        read.update(item for step in self.steps for item in step.args if isinstance(item, str))
+        return ("ids", *(name for name in ("mask", "positions") if name in read))
 
 
 class Batch(NamedTuple):
@@ -119,7 +120,9 @@ def make_batch(sizes: Sizes, seed: int) -> Batch:
         # Most rows share at least half of another one.
         parent = rows[number(0, len(rows))]
         shared = number(0, sizes.S + 1) if number(0, 4) == 0 else number(sizes.S // 2, sizes.S)
-        ids, mask, positions = (torch.cat([old[:shared], new[shared:]]) for old, new in zip(parent, fresh(), strict=True))
+        ids, mask, positions = (
+            torch.cat([old[:shared], new[shared:]]) for old, new in zip(parent, fresh(), strict=True)
+        )
         mask[sizes.S - min(number(0, 3), sizes.S - shared) :] = 0
         rows.append((ids, mask, positions))
     order = torch.randperm(sizes.B, generator=generator)
@@ -225,7 +228,7 @@ Drawn = tuple[tuple[Any, ...], State] | None
 
 @dataclass(frozen=True)
 class Operator:
-    """``run(network, step, given, x, *args)``; ``draw`` gives arguments and the state behind it, None if it does not fit."""
+    """``run(network, step, given, x, *args)``; ``draw`` gives arguments and the next state, None if it does not fit."""
 
     run: Callable[..., Tensor]
     draw: Callable[[Choose, State], Drawn]
@@ -252,13 +255,11 @@ def along_feature(*options: Sequence[Any]) -> Callable[[Choose, State], Drawn]:
     return lambda choose, state: ((choose(state.features()), *(choose(part) for part in options)), state)
 
 
-def features_last(*options: Sequence[Any], width: int = 1) -> Callable[[Choose, State], Drawn]:
-    """Fits where the last ``width`` dimensions are features."""
+def features_last(*options: Sequence[Any]) -> Callable[[Choose, State], Drawn]:
+    """Fits where the last dimension is a feature."""
 
     def draw(choose: Choose, state: State) -> Drawn:
-        if not all(name in FEATURES for name in state.layout[-width:]):
-            return None
-        return tuple(choose(part) for part in options), state
+        return (tuple(choose(part) for part in options), state) if state.layout[-1] in FEATURES else None
 
     return draw
 
@@ -414,6 +415,11 @@ def split_heads(m: Network, i: int, g: Given, x: Tensor, dim: int, how: str) -> 
     return x.reshape(*x.shape[:dim], -1, width, *x.shape[dim + 1 :])
 
 
+@operator(lambda choose, state: ((), replace(state, layout=("B", "H", "S", "D"))) if state.layout == BASE else None)
+def to_heads(m: Network, i: int, g: Given, x: Tensor) -> Tensor:
+    return x.view(x.shape[0], x.shape[1], -1, m.program.sizes.D).transpose(1, 2)
+
+
 def _draw_merge_heads(choose: Choose, state: State) -> Drawn:
     if "H" not in state.layout or state.dim("D") != state.dim("H") + 1:
         return None
@@ -508,11 +514,9 @@ def halves(m: Network, i: int, g: Given, x: Tensor, dim: int, how: str) -> Tenso
         return torch.cat([b, a.cos()], dim)
     if how == "narrow":
         return torch.cat([x.narrow(dim, 1, size - 1), x.narrow(dim, 0, 1)], dim)
-    last = x.transpose(dim, -1) if how == "pad" else x
-    if how == "pad" and not (dim == x.ndim - 1):
-        return torch.cat([x.narrow(dim, 0, 1), x.narrow(dim, 0, size - 1)], dim)
     if how == "pad":
-        return x + F.pad(last[..., 1:], (0, 1), value=0.1)
+        pads = (0, 0) * (x.ndim - dim - 1) + (0, 1)
+        return x + F.pad(x.narrow(dim, 1, size - 1), pads, value=0.1)
     index = (slice(None),) * dim
     return torch.cat([x[(*index, slice(size // 2, None))], x[(*index, slice(None, size // 2))] * 0.8], dim)
 
@@ -592,9 +596,21 @@ def along(m: Network, i: int, g: Given, x: Tensor, dim: int, name: str) -> Tenso
     return _ALONG[name](x, dim)
 
 
-@operator(features_last(["layer_norm", "layer_norm_weight", "rms_norm", "rms_by_hand"]))
+def _features_at_end(state: State, count: int) -> bool:
+    return len(state.layout) >= count and all(name in FEATURES for name in state.layout[-count:])
+
+
+def _draw_norm(choose: Choose, state: State) -> Drawn:
+    kinds = ["layer_norm", "layer_norm_weight", "rms_norm", "rms_by_hand"] if _features_at_end(state, 1) else []
+    kinds += ["two"] * 2 if _features_at_end(state, 2) else []
+    return ((choose(kinds),), state) if kinds else None
+
+
+@operator(_draw_norm)
 def norm(m: Network, i: int, g: Given, x: Tensor, how: str) -> Tensor:
     width = x.shape[-1]
+    if how == "two":
+        return F.layer_norm(x, x.shape[-2:], m.weight(i, "scale", *x.shape[-2:]))
     if how == "layer_norm":
         return F.layer_norm(x, (width,))
     scale = m.weight(i, "scale", width)
@@ -605,57 +621,52 @@ def norm(m: Network, i: int, g: Given, x: Tensor, how: str) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * scale
 
 
-@operator(features_last(width=2))
-def norm_of_two(m: Network, i: int, g: Given, x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-2:], m.weight(i, "scale", *x.shape[-2:]))
-
-
 # Products -------------------------------------------------------------------------------------------------------------
 
 
-@operator(features_last(["linear", "linear_bias", "matmul", "matmul_transposed", "vector", "two_layers"]))
+def _draw_product(choose: Choose, state: State) -> Drawn:
+    kinds: list[str] = []
+    if _features_at_end(state, 1):
+        kinds += ["linear", "linear_bias", "matmul", "matmul_transposed", "vector", "two_layers"]
+    # Kinds that few layouts allow are drawn as often as all the others.
+    special: list[str] = []
+    if state.layout == ("T", "C"):
+        special += ["mm", "addmm"]
+    if state.layout == ("B", "H", "S", "D"):
+        special += ["by_head"]
+    if _features_at_end(state, 2):
+        special += ["of_features"]
+    if len(state.layout) > 1 and state.layout[-2] in FEATURES:
+        special += ["from_left"]
+    pools = [pool for pool in (kinds, special) if pool]
+    return ((choose(choose(pools)),), state) if pools else None
+
+
+@operator(_draw_product)
 def product(m: Network, i: int, g: Given, x: Tensor, how: str) -> Tensor:
     width = x.shape[-1]
     if how == "vector":
         return x + (x @ m.weight(i, "vector", width)).unsqueeze(-1)
+    if how == "by_head":  # [B, H, S, D] @ [H, D, D]
+        return x + x @ m.weight(i, "weight", x.shape[1], width, width)
+    if how == "of_features":  # a small attention between the heads of one token
+        return x + torch.softmax(x @ x.transpose(-1, -2), -1) @ x
+    if how == "from_left":  # [C, C] @ [..., C, S]
+        return x + m.weight(i, "weight", x.shape[-2], x.shape[-2]) @ x
     weight = m.weight(i, "weight", width, width)
     if how == "linear":
         return x + F.linear(x, weight)
     if how == "linear_bias":
         return F.linear(x, weight, m.weight(i, "bias", width))
+    if how == "mm":
+        return x + torch.mm(x, weight)
+    if how == "addmm":
+        return x + torch.addmm(m.weight(i, "bias", width), x, weight)
     if how == "matmul":
         return x @ weight
     if how == "matmul_transposed":
         return x + torch.matmul(x, weight.t())
     return x + F.linear(F.gelu(F.linear(x, m.weight(i, "up", width + 1, width))), m.weight(i, "down", width, width + 1))
-
-
-@operator(in_layout(("T", "C"), options=[["addmm", "mm"]]))
-def product_of_tokens(m: Network, i: int, g: Given, x: Tensor, how: str) -> Tensor:
-    weight = m.weight(i, "weight", x.shape[-1], x.shape[-1])
-    return x + torch.mm(x, weight) if how == "mm" else torch.addmm(m.weight(i, "bias", x.shape[-1]), x, weight)
-
-
-@operator(in_layout(("B", "H", "S", "D")))
-def product_by_head(m: Network, i: int, g: Given, x: Tensor) -> Tensor:
-    """A weight for each head: [B, H, S, D] @ [H, D, D]."""
-    return x + x @ m.weight(i, "weight", x.shape[1], x.shape[3], x.shape[3])
-
-
-def _draw_from_left(choose: Choose, state: State) -> Drawn:
-    return ((), state) if len(state.layout) >= 2 and state.layout[-2] in FEATURES else None
-
-
-@operator(_draw_from_left)
-def product_from_left(m: Network, i: int, g: Given, x: Tensor) -> Tensor:
-    """``weight @ x[..., C, S]``."""
-    return x + m.weight(i, "weight", x.shape[-2], x.shape[-2]) @ x
-
-
-@operator(features_last(width=2))
-def product_of_features(m: Network, i: int, g: Given, x: Tensor) -> Tensor:
-    """A small attention between the heads of one token."""
-    return x + torch.softmax(x @ x.transpose(-1, -2), -1) @ x
 
 
 # Look-ups -------------------------------------------------------------------------------------------------------------
@@ -783,6 +794,9 @@ def allowed(g: Given, kind: str) -> Tensor:
     if kind == "document":
         document = (g.ids % 5 == 0).cumsum(-1)
         return causal & (document[:, None, :, None] == document[:, None, None, :])
+    if kind in ODD_MASKS:
+        flags = g.ids % 4 + 1
+        return causal & ODD_MASKS[kind](flags[:, None, :, None], flags[:, None, None, :])
     seen = causal & valid
     zero = torch.zeros((), dtype=g.embedded.dtype, device=g.ids.device)
     if kind == "added":
@@ -804,6 +818,17 @@ MASKS = {
     "window_valid": True,
     "added": True,
     "filled": True,
+}
+
+
+#: Terms whose whole numbers are bits, or do not fit their type: what a predicate over int64 must not take for logic.
+ODD_MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bits_and": lambda query, key: (query & key) != 0,
+    "bits_or": lambda query, key: (query | key) != 3,
+    "bits_not": lambda query, key: ~(query - key) != 0,
+    "narrowed": lambda query, key: (query * 40 + key * 40).to(torch.uint8) > 100,
+    "wrapped": lambda query, key: (query.to(torch.uint8) - key.to(torch.uint8)) < 8,
+    "sum_of_truths": lambda query, key: ((query > 2) + (key > 2)) == 1,
 }
 
 
@@ -896,7 +921,7 @@ ENDS: dict[str, Callable[..., Any]] = {
     "kept": lambda m, g, x: logits(m, x[:, -3:, :]),
     "last": lambda m, g, x: logits(m, x[:, -1]),
     "shifted": lambda m, g, x: (logits(m, x)[:, 1:], x[:, :-1].tanh()),
-    "features": lambda m, g, x: (x, x.mean(-1)),
+    "features": lambda m, g, x: (x, x.sin().mean(-1)),
 }
 
 
@@ -920,9 +945,7 @@ FORBIDDEN: dict[str, Callable[..., Tensor]] = {
     "gather_columns": lambda m, i, g, x: x + x.gather(1, (g.ids % g.ids.shape[1])[..., None].expand(x.shape)),
     "index_columns": lambda m, i, g, x: x + x[:, columns(x).flip(0)],
     "row_numbers": lambda m, i, g, x: x + torch.arange(x.shape[0], device=x.device)[:, None, None],
-    "mixing_view": lambda m, i, g, x: (
-        x + x.unflatten(-1, (m.program.sizes.H, -1)).transpose(1, 2).reshape(x.shape)
-    ),
+    "mixing_view": lambda m, i, g, x: x + x.unflatten(-1, (m.program.sizes.H, -1)).transpose(1, 2).reshape(x.shape),
     "swapped_tokens": lambda m, i, g, x: x + x.transpose(0, 1).reshape(x.shape),
     "mixing_columns": lambda m, i, g, x: x + (x.mT @ m.weight(i, "columns", x.shape[1], x.shape[1])).mT,
     "scores_by_hand": lambda m, i, g, x: x + (x @ x.mT).softmax(-1) @ x,
@@ -937,7 +960,21 @@ FORBIDDEN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------------- the generator
+# -------------------------------------------------------------------------------------------------------- the generator
+
+
+#: Operators that lead to another layout: drawn more often, for the others to be met in many.
+LAYOUTS = [
+    "flatten_tokens",
+    "unflatten_tokens",
+    "split_heads",
+    "to_heads",
+    "merge_heads",
+    "permute",
+    "transpose",
+    "unsqueeze",
+    "squeeze",
+]
 
 
 @dataclass
@@ -955,11 +992,11 @@ class _Builder:
         return True
 
     def some(self, count: int) -> None:
-        names = [name for name in OPERATORS if name not in ("attention", "to_base")]
+        others = [name for name in OPERATORS if name not in (*LAYOUTS, "attention", "to_base")]
         for _ in range(count):
             # An operator that does not fit the layout is drawn again, but not for ever (hypothesis draws equal ones).
             for _ in range(6):
-                if self.add(self.choose(names)):
+                if self.add(self.choose(self.choose([others, others, LAYOUTS]))):
                     break
 
 
@@ -971,21 +1008,19 @@ def generate(choose: Choose, sizes: Sizes | None = None, *, forbidden: bool = Fa
         if (name := choose(group))
     )
     inputs = frozenset(["ids", *(_READS[name] for name in start if name in _READS)])
-    attentions = choose([1, 1, 2, 3])
+    attentions = choose([1, 1, 1, 2, 3])
     builder = _Builder(choose, State(BASE, attentions=attentions, inputs=inputs))
     for _ in range(attentions):
-        builder.some(choose([0, 1, 2, 3]))
+        builder.some(choose([0, 2, 4, 6]))
         builder.add("to_base")
         builder.add("attention")
-    builder.some(choose([1, 2, 3, 4]))
+    builder.some(choose([1, 3, 5, 7]))
     builder.add("to_base")
     steps = builder.steps
     if forbidden:
-        # Behind a slice of the columns the layout is still [B, S, C] only at a `to_base`; in front of any attention it is.
+        # The places where the layout is [B, S, C].
         places = [0, *(place for place, step in enumerate(steps) if step.name == "attention"), len(steps)]
         place = choose(places)
         steps.insert(place, Step(choose(list(FORBIDDEN))))
     end = Step(choose(list(ENDS)))
-    return Program(
-        sizes or choose([DISTINCT, *COLLIDING.values()]), start, tuple(steps), end, seed=choose(range(1000))
-    )
+    return Program(sizes or choose([DISTINCT, *COLLIDING.values()]), start, tuple(steps), end, seed=choose(range(1000)))
