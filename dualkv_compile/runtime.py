@@ -233,7 +233,7 @@ class Dispatcher:
             base = item.frame.base
             holder: PrefixPlan | PlanWindow = plans[base] if item.frame is base else window(item.frame)
             tensor = getattr(holder, item.name)
-            if item.name == "index" and item.frame.parent is not base:
+            if item.name == "index" and item.frame.parent is not None and item.frame.parent is not base:
                 # A slice of a slice is packed from the tokens of the outer slice, which stand in packed order as well.
                 tensor = torch.searchsorted(window(item.frame.parent).index, tensor)
             if item.name != "inverse":

@@ -236,17 +236,36 @@ def _binary(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr,
     name = _BINARY.get(node.target) or _SUMS[node.target]
     if node.target in _SUMS and node.kwargs.get("alpha", 1) != 1:
         return None
+    if not _exact_as_int64(node.meta["val"].dtype, name):
+        return None
     a, b = (_operand(question, scope, arg, index) for arg in node.args[:2])
     return _fold((name, a, b))
 
 
+def _exact_as_int64(dtype: torch.dtype, name: str) -> bool:
+    """Whether a result of ``dtype`` is what the predicate ``name`` says.
+
+    Its logic is of truth values and its whole numbers are int64, so bits (``flags & 2``) and numbers that wrap (uint8)
+    are not expressed by it.
+    """
+    if name in ("and", "or"):
+        return dtype == torch.bool
+    if name in ("add", "sub", "mul", "floordiv", "mod", "minimum", "maximum", "neg", "abs"):
+        return dtype == torch.int64 or dtype.is_floating_point
+    return True
+
+
 @_translates(*_LOGIC_NOT)
 def _not(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    if node.meta["val"].dtype != torch.bool:  # ``~flags`` of whole numbers
+        return None
     return ("not", _operand(question, scope, node.args[0], index))
 
 
 @_translates(aten.neg.default, aten.abs.default)
 def _unary(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    if not _exact_as_int64(node.meta["val"].dtype, "neg"):
+        return None
     return ("neg" if node.target is aten.neg.default else "abs", _operand(question, scope, node.args[0], index))
 
 
@@ -256,7 +275,8 @@ def _copy(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, .
     if result == torch.bool and source != torch.bool:
         # The cast of data itself is a leaf (its packed form exists); only masks made of columns come here.
         return ("bool", _operand(question, scope, node.args[0], index))
-    if result == source or not (result.is_floating_point or source.is_floating_point or result == torch.bool):
+    # Whole numbers may change their type only where none can wrap.
+    if result == source or (result == torch.int64 and not source.is_floating_point):
         return _operand(question, scope, node.args[0], index)
     if source == torch.bool:
         return ("bool", _operand(question, scope, node.args[0], index))

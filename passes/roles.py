@@ -13,14 +13,14 @@ between all rows whatever the data, and may carry a gradient, since its copies h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from dualkv_compile.passes.normalize import CHECKPOINT, NormalGraph
-from dualkv_compile.passes.uniform import is_uniform
+from dualkv_compile.passes.uniform import CONSTANT_FILL, is_uniform
 from dualkv_compile.passes.values import Dim, Frame, Root, RowGroups, Size, Tags, hint, same
 
 aten = torch.ops.aten
@@ -48,6 +48,7 @@ def find_roles(graph: NormalGraph, links: Links) -> Roles:
     """Find the attentions of ``graph``, the batches they work on, and the roots of each batch."""
     roles = Roles(attentions=links.attentions)
     placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    held = {node for node, described in zip(placeholders, graph.inputs, strict=True) if described.is_parameter}
     for attention in links.attentions:
         sizes = _batch_of(attention)
         if sizes is None:
@@ -66,7 +67,7 @@ def find_roles(graph: NormalGraph, links: Links) -> Roles:
                 found.append(Root(node, _tags(node.meta["val"].ndim, 0, 1), input_index=index))
         # A repeat may itself be computed from another one (embedded prompts): the outermost are enough.
         for node in reached:
-            repeat = _repeat_in_graph(node, rows, columns, links)
+            repeat = _repeat_in_graph(node, rows, columns, links, held)
             if repeat is not None:
                 found.append(repeat)
         _add(roles, found, rows, columns)
@@ -130,14 +131,16 @@ def _equal_now(size: Size, expected: Size) -> bool:
 def _made_equal(node: fx.Node, rows: Size, columns: Size) -> bool:
     """Guard sizes that are not known to be equal: automatic dynamic shapes give ids and mask symbols of their own."""
     sizes = node.meta["val"].shape[:2]
-    return all(same(size, expected) or bool(size == expected) for size, expected in zip(sizes, (rows, columns), strict=True))
+    return all(
+        same(size, expected) or bool(size == expected) for size, expected in zip(sizes, (rows, columns), strict=True)
+    )
 
 
 def _tags(rank: int, row: int, column: int) -> Tags:
     return tuple(Dim.ROW if d == row else Dim.COLUMN if d == column else Dim.FEATURE for d in range(rank))
 
 
-def _repeat_in_graph(node: fx.Node, rows: Size, columns: Size, links: Links) -> Root | None:
+def _repeat_in_graph(node: fx.Node, rows: Size, columns: Size, links: Links, held: Set[fx.Node]) -> Root | None:
     """A root for a repeat written in the graph that fills the whole grid, or None."""
     val = node.meta.get("val")
     if node.op != "call_function" or not isinstance(val, torch.Tensor) or val.ndim < 2 or not same(val.shape[0], rows):
@@ -147,19 +150,22 @@ def _repeat_in_graph(node: fx.Node, rows: Size, columns: Size, links: Links) -> 
         column = int(dim) % val.ndim  # type: ignore[arg-type]
         if column == 0 or not same(val.shape[column], columns):
             return None
-        groups, shared = _shared_head(node.args[0], column)  # type: ignore[arg-type]
-        if groups is None:
+        parts: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        groups, shared, leading = _shared_head(parts, column)
+        # Constants and column numbers are the same in every row whatever the batch: they repeat nothing.
+        if groups is None or all(part.target in CONSTANT_FILL or not links.reads_data(part, held) for part in leading):
             return None
         return Root(node, _tags(val.ndim, 0, column), groups=groups, shared=shared)
-    if node.target in _REPEATS and same(val.shape[1], columns) and links.reads_data(node):
+    if node.target in _REPEATS and same(val.shape[1], columns) and links.reads_data(node, held):
         groups = _row_groups(node)
         if groups is not None:
             return Root(node, _tags(val.ndim, 0, 1), groups=groups, shared=columns)
     return None
 
 
-def _shared_head(parts: list[fx.Node], column: int) -> tuple[RowGroups | None, Size]:
-    """How the leading parts of a concatenation repeat over the rows, and how many columns they cover."""
+def _shared_head(parts: list[fx.Node], column: int) -> tuple[RowGroups | None, Size, list[fx.Node]]:
+    """How the leading parts of a concatenation repeat over the rows, how many columns they cover, and these parts."""
+    leading: list[fx.Node] = []
     groups: RowGroups | None = None
     shared: Size = 0
     for part in parts:
@@ -170,7 +176,8 @@ def _shared_head(parts: list[fx.Node], column: int) -> tuple[RowGroups | None, S
         if own is None or (groups is not None and own != groups):
             break
         groups, shared = own, shared + val.shape[column]
-    return groups, shared
+        leading.append(part)
+    return groups, shared, leading
 
 
 def _row_groups(node: fx.Node) -> RowGroups | None:
@@ -233,10 +240,13 @@ class Links:
                 stack.extend(self._inputs(current))
         return seen
 
-    def reads_data(self, node: fx.Node) -> bool:
-        """Whether ``node`` depends on any tensor input (position numbers made by ``arange`` do not)."""
+    def reads_data(self, node: fx.Node, held: Set[fx.Node]) -> bool:
+        """Whether ``node`` depends on any tensor input but those of ``held``, the weights (rotary angles do not)."""
         return any(
-            other.op == "placeholder" and other not in self._callers and isinstance(other.meta.get("val"), torch.Tensor)
+            other.op == "placeholder"
+            and other not in self._callers
+            and other not in held
+            and isinstance(other.meta.get("val"), torch.Tensor)
             for other in self.ancestors(node)
         )
 

@@ -14,7 +14,7 @@ from dualkv_compile.passes.values import same
 
 aten = torch.ops.aten
 
-_CONSTANT_FILL = {
+CONSTANT_FILL = {
     aten.zeros.default,
     aten.ones.default,
     aten.full.default,
@@ -55,7 +55,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if target in _CONSTANT_FILL:
+    if target in CONSTANT_FILL:
         return True
     operands = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     if target is aten.expand.default:

@@ -7,10 +7,10 @@ import math
 import torch
 import torch.fx as fx
 
-from dualkv_compile.passes.pack import PackedGraph, hint, live_nodes
+from dualkv_compile.passes.pack import PackedGraph, live_nodes
 from dualkv_compile.passes.reasons import Reason
 from dualkv_compile.passes.roles import ATTENTION, Links
-from dualkv_compile.passes.values import Size
+from dualkv_compile.passes.values import Size, hint
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.bmm.default}

@@ -106,6 +106,8 @@ def along_features(cx: Scope, node: fx.Node, x: Value, dim: Any = -1, *args: Any
 )
 def pair(cx: Scope, node: fx.Node, x: Value, dim: int = -1, *args: Any, **kwargs: Any) -> tuple[Value, ...]:
     """Operators with values and indices along a feature dimension."""
+    if node.target is aten.sort.stable:  # all but the tensor are keywords
+        return _several(cx, node, x, dim, (), {**kwargs, "dim": dim})
     return _several(cx, node, x, dim, (dim, *args), kwargs)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dualkv_compile.passes.pack import Scope, hint
+from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
 from dualkv_compile.passes.registry import register
 from dualkv_compile.passes.rules.pointwise import broadcast
-from dualkv_compile.passes.values import Dim, Size, Slice, Tags, Value, same, simplified
+from dualkv_compile.passes.values import Dim, Size, Slice, Tags, Value, hint, same, simplified
 
 aten = torch.ops.aten
 _END = 2**62
