@@ -1,7 +1,8 @@
 """A torch.compile backend that computes every repeated prompt of a batch once.
 
-import torch
-model = torch.compile(model, backend="dualkv")
+Use::
+
+    model = torch.compile(model, backend="dualkv")
 """
 
 from dualkv_compile.attention import packed_attention

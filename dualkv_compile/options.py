@@ -21,26 +21,25 @@ MODES = (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 class Options:
     """What ``torch.compile(..., backend="dualkv", options={...})`` accepts.
 
-    min_shared
+    ``min_shared``
         Shortest common prefix, in tokens, that is worth a branch of the tree.
-    min_saving
+    ``min_saving``
         Tokens given divided by tokens computed under which the plain graph runs; 0 packs whenever it is proven exact.
-    padding
+    ``padding``
         "keep" computes every grid position as the plain graph does; "drop" also skips the positions that the attention
         mask declares padding, and returns zeros there.
-
-    Attention:
+    ``attention``
         "auto", or the name of one way to compute attention on the packed tokens.
-    verify
+    ``verify``
         Run the plain graph too and compare: "first" (the first packed call of each graph), True (every call), "grad"
         (every call, gradients as well). A difference raises VerificationError.
-    on_unsupported
+    ``on_unsupported``
         "fallback" runs the plain graph and says why; "error" raises UnsupportedGraphError.
-    compiler
+    ``compiler``
         What compiles both graphs: "inductor", or "aot_eager" / "eager" for debugging and exact tests.
-    inductor
+    ``inductor``
         Inductor configuration, passed on.
-    mode
+    ``mode``
         Inductor's mode (torch.compile refuses ``mode=`` beside ``options=``).
     """
 

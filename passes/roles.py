@@ -152,8 +152,10 @@ def _repeat_in_graph(node: fx.Node, rows: Size, columns: Size, links: Links, hel
             return None
         parts: list[fx.Node] = node.args[0]  # type: ignore[assignment]
         groups, shared, leading = _shared_head(parts, column)
-        # Constants and column numbers are the same in every row whatever the batch: they repeat nothing.
-        if groups is None or all(part.target in CONSTANT_FILL or not links.reads_data(part, held) for part in leading):
+        # Constants and column numbers are the same in every row whatever the batch: they repeat nothing. Weights do in
+        # front of other tokens (a learned prompt), but not alone (rotary angles).
+        known: Set[fx.Node] = held if len(leading) == len(parts) else frozenset()
+        if groups is None or all(part.target in CONSTANT_FILL or not links.reads_data(part, known) for part in leading):
             return None
         return Root(node, _tags(val.ndim, 0, column), groups=groups, shared=shared)
     if node.target in _REPEATS and same(val.shape[1], columns) and links.reads_data(node, held):

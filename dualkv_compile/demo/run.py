@@ -113,8 +113,8 @@ def _print_results(console: Console, policy: Policy, batch: Rollouts, results: l
     console.print(report.rollouts_table(batch))
     if batch.shaped:
         console.print(
-            "All responses got the same reward: the advantages come from their lengths instead (alternating signs where "
-            "these are equal too), so that there is a gradient to compare.",
+            "All responses got the same reward: the advantages come from their lengths instead (alternating signs where"
+            " these are equal too), so that there is a gradient to compare.",
             style="yellow",
         )
     console.print(report.ways_table(results, f"{policy.name}: {rows} rows x {columns} tokens, prompts of {lengths}"))

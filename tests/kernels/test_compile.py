@@ -44,6 +44,7 @@ def dynamic(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_compilation_serves_all_trees(backend: str, mask: str) -> None:
     torch._dynamo.reset()
+    counters.clear()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda *x: attention(mask, *x), backend=counter, fullgraph=True)
     for name in PLANS:

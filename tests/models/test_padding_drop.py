@@ -148,7 +148,7 @@ def test_hf_labels() -> None:
 
 
 def test_row_of_nothing_but_padding() -> None:
-    batch = rollouts(prompts=(9, 12), group=2)
+    batch = rollouts(prompts=(9, 12), group=3)
     batch["attention_mask"][1] = 0
     batch["input_ids"][1] = 0
     tokens = keys(batch)
