@@ -102,8 +102,7 @@ def measure(
     for number in range(1, repeats + 1):
         for way, result in results.items():
             report(f"{way}: timed step {number} of {repeats}")
-            # Watching memory costs about as much as a few small operators, for all ways alike, and the median of three
-            # steps leaves it out.
+            # Watching memory costs about as much as a few small operators, for all ways alike.
             if number == repeats:
                 seconds, result.peak_bytes = _watched(model, forwards[way], batch)
             else:

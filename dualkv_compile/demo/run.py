@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=_positive, default=1, help="how many problems (default 1)")
     parser.add_argument("--rollouts", type=_positive, default=8, help="responses to each problem (default 8)")
     parser.add_argument("--max-new-tokens", type=_positive, default=48, help="longest response (default 48)")
-    parser.add_argument("--repeats", type=_positive, default=3, help="timed steps of each way (default 3)")
+    parser.add_argument("--repeats", type=_positive, default=2, help="timed steps of each way (default 2)")
     parser.add_argument("--threads", type=_positive, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument("--random-model", action="store_true", help="use random weights of the same shape")
