@@ -59,13 +59,13 @@ def run(arguments: argparse.Namespace, console: Console | None = None, policy: P
         )
         policy.model.train()
         dualkv_compile.reset_stats()
-        results = measure(
-            policy.model,
-            batch,
-            ways,
-            arguments.repeats,
-            lambda now: progress.update(task, advance=1, description=now),
-        )
+
+        def report_step(now: str) -> None:
+            progress.update(task, advance=1, description=now)
+            if not console.is_terminal:
+                console.print(f"{time.perf_counter() - started:5.0f} s  {now}", highlight=False)
+
+        results = measure(policy.model, batch, ways, arguments.repeats, report_step)
         progress.update(task, completed=2 + steps(ways, arguments.repeats), description="done")
     stats = dualkv_compile.stats()
     for result in results:
