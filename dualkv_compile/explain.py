@@ -363,8 +363,8 @@ class _StrategySpy(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.dualkv.packed_attention.default:
-            q, k, v, mask, scale, strategy = *args[:3], *args[8:11]
-            self.found.add(packed_attention.choose(q, k, v, from_text(mask), scale, strategy))
+            mask, scale, strategy = args[8:11]
+            self.found.add(packed_attention.choose(args[0], args[1], args[2], from_text(mask), scale, strategy))
         return func(*args, **(kwargs or {}))
 
 

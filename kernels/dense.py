@@ -212,7 +212,7 @@ def _on_device(call: Stack | Ragged, device: torch.device) -> _Call:
         return _Call(queries, keys, call.causal, None)
     queries, keys = (_Operand(Rows.of(ranges, device), None) for ranges in (call.queries, call.keys))
     offsets = Offsets(
-        *(_offsets(x, device) for x in (call.queries, call.keys)), *map(_longest, (call.queries, call.keys))
+        _offsets(call.queries, device), _offsets(call.keys, device), _longest(call.queries), _longest(call.keys)
     )
     return _Call(queries, keys, call.causal, offsets)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -48,10 +48,11 @@ class Rows:
         if all(a[1] == b[0] for a, b in pairwise(ranges)):
             return Rows(start, stop)
         lengths = [last - first for first, last in ranges]
-        count = sum(lengths)
-        table = torch.tensor([[first for first, _ in ranges], lengths]).to(device, non_blocking=True)
-        begin = table[1].cumsum(0) - table[1]
-        shift = torch.repeat_interleave(table[0] - begin, table[1], output_size=count)
+        begins = [0, *accumulate(lengths)]
+        shifts = [first - begin for (first, _), begin in zip(ranges, begins, strict=False)]
+        table = torch.tensor([shifts, lengths]).to(device, non_blocking=True)
+        count = begins[-1]
+        shift = torch.repeat_interleave(table[0], table[1], output_size=count)
         number = torch.arange(count, device=device)
         token = number + shift
         row = torch.full((stop - start,), -1, dtype=torch.int32, device=device)

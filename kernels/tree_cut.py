@@ -154,11 +154,10 @@ def _progressions(alike: Sequence[Segment], causal: bool) -> Iterator[Stack]:
             steps = _distance(first, alike[stop])
             while stop < len(alike) and _distance(alike[stop - 1], alike[stop]) == steps:
                 stop += 1
-        sides = (
-            Side(span[0], length, step, stop - at)
-            for span, length, step in zip((first.queries, first.keys), first.size, steps, strict=True)
+        (queries, keys), count = first.size, stop - at
+        yield Stack(
+            Side(first.queries[0], queries, steps[0], count), Side(first.keys[0], keys, steps[1], count), causal
         )
-        yield Stack(*sides, causal)
         at = stop
 
 
