@@ -168,18 +168,18 @@ def test_no_tokens() -> None:
 
 
 def test_offsets_beyond_31_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows more than 2^31 numbers apart, in memory that is never touched in between."""
+    """The fifth row is 2^31 numbers from the first, with strides of 30 bits; what lies in between is never touched."""
     from triton.runtime.interpreter import GridExecutor
 
     # The interpreter ends by copying whole storages onto themselves, which would touch all of it.
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-    far = 2**31 + 64
+    far = 2**29 + 64
 
     def apart(x: Tensor) -> Tensor:
-        storage = torch.empty(far + x[0].numel(), dtype=x.dtype)
+        storage = torch.empty(4 * far + x[0].numel(), dtype=x.dtype)
         return storage.as_strided(x.shape, (far, *x.stride()[1:])).copy_(x)
 
-    outs, lses = parts(2, (2, 3, 8), torch.bfloat16)
+    outs, lses = parts(2, (5, 3, 8), torch.bfloat16)
     expected, expected_lse = torch_merge.merge(outs, lses)
     out, lse = triton_merge.merge([apart(outs[0]), outs[1]], lses)
     torch.testing.assert_close(out, expected)
@@ -188,5 +188,5 @@ def test_offsets_beyond_31_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, expected_lse = torch_merge.merge(outs, [x.bfloat16() for x in lses])
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
-    total = triton_merge.sum_rows([apart(outs[0])], [Rows(0, 2)], 2)
+    total = triton_merge.sum_rows([apart(outs[0])], [Rows(0, 5)], 5)
     assert torch.equal(total, outs[0])
