@@ -23,13 +23,15 @@ def _number(code):
 @triton.jit
 def _tile(tokens, heads, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
     """The plane, token and head of each row of this program's tile, and whether the row exists."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     across = tl.cdiv(heads, BLOCK_H)
     down = tl.cdiv(tokens, BLOCK_T)
     lane = tl.arange(0, BLOCK_T * BLOCK_H)
-    head = program % across * BLOCK_H + lane % BLOCK_H
-    token = program // across % down * BLOCK_T + lane // BLOCK_H
-    return program // across // down, token, head, (token < tokens) & (head < heads)
+    # Widened only now: divisions of 64-bit numbers are slow.
+    head = (program % across * BLOCK_H + lane % BLOCK_H).to(tl.int64)
+    token = (program // across % down * BLOCK_T + lane // BLOCK_H).to(tl.int64)
+    plane = (program // across // down).to(tl.int64)
+    return plane, token, head, (token < tokens) & (head < heads)
 
 
 @triton.jit
