@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dualkv_compile.kernels import packed_attention
+from dualkv_compile.kernels.predicate import from_text
 from dualkv_compile.options import Options
 from dualkv_compile.passes.pack import live_nodes
 from dualkv_compile.passes.pipeline import Analysis, analyse, mentions_attention
@@ -362,8 +363,8 @@ class _StrategySpy(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.dualkv.packed_attention.default:
-            regions = packed_attention._use_regions(*args[:3], *args[9:11])
-            self.found.add("regions" if regions else "blocks")
+            mask, scale, strategy = args[8:11]
+            self.found.add(packed_attention.choose(args[0], args[1], args[2], from_text(mask), scale, strategy))
         return func(*args, **(kwargs or {}))
 
 

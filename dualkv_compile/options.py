@@ -9,7 +9,7 @@ from typing import Any
 from dualkv_compile.errors import OptionError
 
 #: Ways to compute attention on the packed tokens ("auto" chooses by capability).
-ATTENTION = ("auto", "regions", "blocks")
+ATTENTION = ("auto", "regions", "dense", "blocks")
 PADDING = ("keep", "drop")
 ON_UNSUPPORTED = ("fallback", "error")
 COMPILERS = ("inductor", "aot_eager", "eager")

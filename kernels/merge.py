@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualkv_compile.errors import InputError
+from dualkv_compile.kernels import triton_merge
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -23,6 +24,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge n partial results; differentiable in every ``out`` and every ``lse``.
+
+    On CUDA, in float16, bfloat16 and float32, by a Triton kernel in one pass over memory; elsewhere, and without
+    triton, by the torch code here, which says what the kernel has to compute.
 
     Args:
         outs: n tensors ``[..., D]`` of one shape and dtype.
@@ -42,6 +46,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
                 f"merge: expected outs of shape {tuple(outs[0].shape)} and lses without its last dimension, "
                 f"got {tuple(out.shape)} and {tuple(lse.shape)}"
             )
+    if len(outs) <= triton_merge.MAX_PARTS and triton_merge.accepts(outs, lses):
+        return triton_merge.merge(outs, lses)
     out, lse = _Merge.apply(len(outs), *outs, *lses)
     return out, lse
 

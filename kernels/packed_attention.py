@@ -8,7 +8,7 @@
   ``rank[k] <= rank[q] < end[k] and column[k] <= column[q]`` and the mask expression holds.
 - ``nodes``: int64 ``[M, 3]`` on the CPU, the same tree as ranges of packed tokens (start, stop, query_stop).
 - ``vectors``, ``mask``: what :mod:`dualkv_compile.kernels.predicate` describes; ``""`` for no extra term.
-- ``strategy``: ``"auto"``, ``"regions"`` or ``"blocks"``.
+- ``strategy``: ``"auto"``, ``"regions"`` (CPU), ``"dense"`` (CUDA, no mask expression) or ``"blocks"`` (anything).
 - ``out [1, H, T, Dv]`` in the dtype of q, ordered by token in memory; ``lse [1, H, T]``, natural log, float32 (float64
   for float64), without gradient. Queries that see no key have out 0, lse -inf and gradient 0.
 
@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dualkv_compile.errors import InputError
-from dualkv_compile.kernels import blocks, regions
+from dualkv_compile.kernels import blocks, dense, regions
 from dualkv_compile.kernels.merge import accumulation_dtype
 from dualkv_compile.kernels.predicate import Expression, from_text, validate
 
-STRATEGIES = ("auto", "regions", "blocks")
+STRATEGIES = ("auto", "regions", "dense", "blocks")
 
 _TREE = "Tensor rank, Tensor column, Tensor end, Tensor nodes, Tensor[] vectors, str mask, float scale, str strategy"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -66,17 +66,35 @@ def packed_attention(
 
 
 # ------------------------------------------------------------------------------------------------------ implementation
-def _use_regions(q: Tensor, k: Tensor, v: Tensor, scale: float, strategy: str) -> bool:
+#: What the strategies that are not for everything expect.
+_EXPECTED = {
+    "regions": "CPU tensors of one floating dtype with Dv == D and a positive scale",
+    "dense": "CUDA tensors (compute capability 8.0 or later) of one dtype, float16 or bfloat16, with Dv == D, D a "
+    "multiple of 8 and at most 256, a positive scale and no mask expression",
+}
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, expression: Expression | None, scale: float, strategy: str) -> str:
+    """The strategy that computes these operands: the one asked for, or for "auto", the fastest that can.
+
+    Raises:
+        InputError: an unknown strategy, or one that cannot compute them.
+    """
     if strategy not in STRATEGIES:
         raise InputError(f"packed_attention: strategy: expected one of {STRATEGIES}, got {strategy!r}")
-    supported = regions.supported(q, k, v, scale)
-    if strategy == "regions" and not supported:
+    able = {
+        "regions": regions.supported(q, k, v, scale),
+        "dense": dense.supported(q, k, v, scale, expression),
+        "blocks": True,
+    }
+    if strategy == "auto":
+        return next(name for name in able if able[name])
+    if not able[strategy]:
         raise InputError(
-            "packed_attention: strategy 'regions' expected CPU tensors of one floating dtype with Dv == D and a "
-            f"positive scale, got {q.dtype}, {k.dtype}, {v.dtype} on {q.device} with D={q.shape[3]}, Dv={v.shape[3]}, "
-            f"scale={scale}"
+            f"packed_attention: strategy {strategy!r} expected {_EXPECTED[strategy]}, got {q.dtype}, {k.dtype}, "
+            f"{v.dtype} on {q.device} with D={q.shape[3]}, Dv={v.shape[3]}, scale={scale}, mask {expression}"
         )
-    return supported and strategy != "blocks"
+    return strategy
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, column: Tensor, vectors: Sequence[Tensor], mask: str) -> Expression | None:
@@ -112,8 +130,11 @@ def _forward(
     strategy: str,
 ) -> tuple[Tensor, Tensor]:
     expression = _check(q, k, v, column, vectors, mask)
-    if _use_regions(q, k, v, scale, strategy):
+    chosen = choose(q, k, v, expression, scale, strategy)
+    if chosen == "regions":
         return regions.forward(q, k, v, column, nodes, vectors, expression, scale)
+    if chosen == "dense":
+        return dense.forward(q, k, v, column, nodes, vectors, expression, scale)
     return blocks.forward(q, k, v, rank, column, end, nodes, vectors, expression, scale)
 
 
@@ -134,8 +155,11 @@ def _backward(
     strategy: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     expression = from_text(mask)
-    if _use_regions(q, k, v, scale, strategy):
+    chosen = choose(q, k, v, expression, scale, strategy)
+    if chosen == "regions":
         return regions.backward(grad_out, q, k, v, out, lse, column, nodes, vectors, expression, scale)
+    if chosen == "dense":
+        return dense.backward(grad_out, q, k, v, out, lse, column, nodes, vectors, expression, scale)
     return blocks.backward(grad_out, q, k, v, out, lse, rank, column, end, nodes, vectors, expression, scale)
 
 

@@ -320,7 +320,7 @@ def test_cache_comes_back_right() -> None:
         ({"min_saving": -1.0}, "number >= 0"),
         ({"min_saving": float("nan")}, "number >= 0"),
         ({"padding": "remove"}, "'keep', 'drop'"),
-        ({"attention": "fast"}, "'auto', 'regions', 'blocks'"),
+        ({"attention": "fast"}, "'auto', 'regions', 'dense', 'blocks'"),
         ({"verify": "always"}, "False, True, 'first', 'grad'"),
         ({"verify": 1}, "False, True, 'first', 'grad'"),
         ({"on_unsupported": "raise"}, "'fallback', 'error'"),
