@@ -170,6 +170,12 @@ def evaluate(
     return _truth(_value(expression, vectors, column, queries, keys)).expand(shape)
 
 
+def evaluate_keys(expression: Expression, vectors: Sequence[Tensor], column: Tensor) -> Tensor:
+    """The value, a truth value (bool) or a number, at each of the T tokens of an expression that reads only the key."""
+    tokens = slice(0, column.shape[0])
+    return _value(expression, vectors, column, slice(0, 0), tokens).expand(1, column.shape[0])[0]
+
+
 def _value(
     expression: Expression, vectors: Sequence[Tensor], column: Tensor, queries: TokenIndex, keys: TokenIndex
 ) -> Tensor:
