@@ -9,7 +9,7 @@ from typing import Any
 from dualkv_compile.errors import OptionError
 
 #: Ways to compute attention on the packed tokens ("auto" chooses by capability).
-ATTENTION = ("auto", "regions", "blocks")
+ATTENTION = ("auto", "regions", "blocks", "flex", "flex_flash")
 PADDING = ("keep", "drop")
 ON_UNSUPPORTED = ("fallback", "error")
 COMPILERS = ("inductor", "aot_eager", "eager")
@@ -30,7 +30,9 @@ class Options:
         mask declares padding, and returns zeros there.
 
     Attention:
-        "auto", or the name of one way to compute attention on the packed tokens.
+        "auto", or the name of one way to compute attention on the packed tokens: "regions" (fused kernels on the tree's
+        rectangles), "blocks" (plain matrix products, anywhere), "flex" (FlexAttention's Triton kernel; forward only on
+        the CPU) or "flex_flash" (FlexAttention through flash-attn-4).
     verify
         Run the plain graph too and compare: "first" (the first packed call of each graph), True (every call), "grad"
         (every call, gradients as well). A difference raises VerificationError.
@@ -79,6 +81,11 @@ class Options:
         if result.compiler != "inductor" and (result.inductor or result.mode not in (None, "default")):
             raise OptionError(
                 f"options 'inductor' and 'mode' need compiler='inductor', got compiler={result.compiler!r}"
+            )
+        if result.compiler != "inductor" and result.attention.startswith("flex"):
+            # Any other compiler would run FlexAttention's dense form, which computes every score.
+            raise OptionError(
+                f"option 'attention'={result.attention!r} needs compiler='inductor', got compiler={result.compiler!r}"
             )
         return result
 

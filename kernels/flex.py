@@ -179,7 +179,7 @@ def _mask_mod(
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # Tokens are sorted by (rank, column), so this and the comparison of columns say "rank[k] <= rank[q]", for one
         # vector less to read.
-        seen = (k <= q) & (rank[q] < end[k]) & (column[k] <= column[q])
+        seen = (k <= q) & (_at(rank, q) < _at(end, k)) & (_at(column, k) <= _at(column, q))
         return seen if pairs is None else seen & _truth(pairs, column, vectors, q, k)
 
     return visible
@@ -208,7 +208,7 @@ def _number(expression: Expression, column: Tensor, vectors: Sequence[Tensor], q
         return int(expression[1]) if isinstance(expression[1], bool) else expression[1]
     if name in ("q", "k", "qcol", "kcol"):
         vector = column if len(expression) == 1 else vectors[expression[1]]
-        value = vector[q if name in ("q", "qcol") else k]
+        value = _at(vector, q if name in ("q", "qcol") else k)
         return value.to(torch.int32) if value.dtype in _NARROW else value
     if name not in _ARITHMETIC:
         return _truth(expression, column, vectors, q, k).to(torch.int32)
@@ -219,6 +219,15 @@ def _number(expression: Expression, column: Tensor, vectors: Sequence[Tensor], q
     if len(values) == 2:
         values = [_beside(values[0], values[1]), _beside(values[1], values[0])]
     return _ARITHMETIC[name](*values)
+
+
+def _at(vector: Tensor, token: Tensor) -> Tensor:
+    if vector.device.type != "cpu":
+        return vector[token]
+    # The C++ template of torch 2.13 takes a size whose generated name begins like one of its own ("ks15", "ks1") for
+    # that one, and does not compile. This way of indexing neither wraps nor checks, and so does not mention the size.
+    value: Tensor = torch.ops.aten._unsafe_masked_index.default(vector, token >= 0, [token], 0)
+    return value
 
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)
