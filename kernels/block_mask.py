@@ -75,7 +75,8 @@ def _block_mask(
 def _lists(present: Tensor) -> tuple[Tensor, Tensor]:
     """Each row of a bool ``[n, n]`` as the number of its True entries, and their places before all others."""
     count = present.sum(dim=1, dtype=torch.int32)
-    order = torch.argsort(present.to(torch.uint8), dim=1, descending=True, stable=True)
+    # Sorting keeps strides, and kernels read a row's entries one behind the other.
+    order = torch.argsort(present.to(torch.uint8).contiguous(), dim=1, descending=True, stable=True)
     return count[None, None], order.to(torch.int32)[None, None]
 
 
