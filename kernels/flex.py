@@ -40,6 +40,11 @@ from dualkv_compile.kernels.predicate import Expression
 #: Strategies that are FlexAttention, and the kernel each asks for.
 BACKENDS = {"flex": "TRITON", "flex_flash": "FLASH"}
 
+#: The results of ``dualkv::block_mask`` in their order, as BlockMask names them.
+_LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
 _LN2 = math.log(2.0)
 
 
@@ -133,7 +138,9 @@ def attend(
     for x in (rank, column, end, *vectors):
         # Makes one symbol of all sizes, where kernels would otherwise take each as an argument of its own.
         torch._check(x.shape[0] == tokens)
-    mask = BlockMask((tokens, tokens), *blocks, (BLOCK, BLOCK), _mask_mod(rank, column, end, vectors, pairs))
+    lists: Any = dict(zip(_LISTS, blocks, strict=True))
+    visible = _mask_mod(rank, column, end, vectors, pairs)
+    mask = BlockMask(seq_lengths=(tokens, tokens), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, **lists)
     options: Any = {"BACKEND": backend}
     # The CPU kernel has no LSE. Nor has it gradients, which is what selecting by the LSE is for.
     if not with_lse and (not blind or q.device.type == "cpu"):

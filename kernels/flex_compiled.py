@@ -1,8 +1,9 @@
 """FlexAttention for callers outside of a compiled graph: compiled here, and never run in any other way.
 
 Every (mask, scale, kernel) has a generated function of its own, so their compilations do not count against each other,
-and within one, each new kind of call (dtype, heads, head dimension, gradients on or off, fewer than 128 tokens) is
-compiled once, for all T.
+and within one, each new kind of call (dtype, heads, head dimension, gradients on or off) is compiled once for all T
+beyond a block of 128 tokens, and once or twice more for shorter ones (sizes of 1 are constants to torch, and its Triton
+template asks whether T < 128).
 """
 
 from __future__ import annotations
@@ -39,11 +40,9 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention on packed tokens through FlexAttention.
 
-    Args:
-        q, k, v, rank, column, end, vectors, mask, scale: as for ``dualkv::packed_attention``.
-        strategy: "flex" (Inductor's Triton kernel; on the CPU its C++ kernel, forward only) or "flex_flash"
-            (flash-attn-4).
-        with_lse: whether to return the LSE, which the CPU does not have.
+    q, k, v, the tree, vectors, mask and scale are as for ``dualkv::packed_attention``; ``strategy`` is "flex"
+    (Inductor's Triton kernel; on the CPU its C++ kernel, forward only) or "flex_flash" (flash-attn-4). ``with_lse``
+    asks for the LSE, which the CPU does not have.
 
     Returns:
         As :func:`~dualkv_compile.kernels.flex.attend`. On the CPU, and with no token at all, lse is None.

@@ -38,15 +38,15 @@ class _Prepared:
     sides: list[fx.Node]
 
 
-def emit(
-    cx: Scope, frame: Frame, operands: Sequence[fx.Node], lifted: Lifted, mask: str, scale: float
-) -> fx.Node:
+def emit(cx: Scope, frame: Frame, operands: Sequence[fx.Node], lifted: Lifted, mask: str, scale: float) -> fx.Node:
     """Emit attention of the packed ``operands`` (query, key, value); the node is the tuple ``(out, None)``.
 
     Raises Unproven if the kernel cannot express the mask.
     """
     if not expressible(cx.strategy, mask):
-        raise Unproven("its mask divides numbers of both positions, which flash-attn-4 is not known to do as torch does")
+        raise Unproven(
+            "its mask divides numbers of both positions, which flash-attn-4 is not known to do as torch does"
+        )
     home = cx
     owners = [owner for owner, _ in lifted.origins]
     while home.parent is not None and home not in owners:

@@ -125,9 +125,7 @@ def test_pair_form_means_the_same(
 def test_pair_form_of_common_masks() -> None:
     """What a kernel is left with: comparisons of vectors."""
     window = pair_form(to_text(("and", ("k", 0), ("gt", ("kcol",), ("sub", ("qcol",), ("const", 128))))))
-    assert window == PairForm(
-        ("k", 0), None, (("sub", ("kcol",), ("const", 128)),), ("gt", ("kcol",), ("q", 0))
-    )
+    assert window == PairForm(("k", 0), None, (("sub", ("kcol",), ("const", 128)),), ("gt", ("kcol",), ("q", 0)))
     chunk = ("eq", ("floordiv", ("qcol",), ("const", 64)), ("floordiv", ("kcol",), ("const", 64)))
     assert pair_form(to_text(chunk)).sides == (("floordiv", ("kcol",), ("const", 64)),)
     assert pair_form(to_text(chunk)).pairs == ("eq", ("q", 0), ("k", 0))

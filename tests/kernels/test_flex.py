@@ -28,7 +28,10 @@ EVERYTHING = to_text(
       ("and", ("le", ("minimum", ("qcol",), ("kcol",)), ("const", 150)),
        ("ne", ("mod", ("sub", ("qcol",), ("kcol",)), ("const", 7)), ("const", 3)))))
 )  # fmt: skip
-TREE_NAMES = ["long", "ragged", "two_prompts", "multi_level", "prompt_in_prompt"]
+LONG_TREES = {
+    "wide": group(128, [64] * 4),
+    "prompts": group(70, [41, 60, 1]) + group(33, [100, 7], first_id=100_000),
+}
 
 
 def vectors_for(plan: Plan) -> list[Tensor]:
@@ -42,9 +45,7 @@ def forward(plan: Plan, dtype: torch.dtype = torch.float32, mask: str = "", **si
     everyone = slice(0, plan.tokens)
     extra = evaluate(from_text(mask), vectors, plan.column, everyone, everyone) if mask else None  # type: ignore[arg-type]
     q, k, v = tensors[:3]
-    out, lse = flex_compiled.run(
-        q, k, v, plan.rank, plan.column, plan.end, vectors, mask, scale=0.25, strategy="flex"
-    )
+    out, lse = flex_compiled.run(q, k, v, plan.rank, plan.column, plan.end, vectors, mask, scale=0.25, strategy="flex")
     assert lse is None
     assert out.dtype == dtype
     return out, expect(plan, tensors, extra, 0.25)[0]
@@ -53,17 +54,19 @@ def forward(plan: Plan, dtype: torch.dtype = torch.float32, mask: str = "", **si
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["", EVERYTHING])
 def test_one_compilation_serves_all_trees(mask: str) -> None:
-    """Trees of 26 to 480 tokens: T below and above one block, ragged, several levels, rows that see no key."""
+    """Ragged and several levels, rows that see no key; up to one block of tokens, and from there on."""
     flex_compiled._entry.cache_clear()
     blind = 0
-    for name in TREE_NAMES:
-        plan = make_plan(TREES[name])
-        out, expected = forward(plan, mask=mask)
-        blind += int((expected == 0).all(-1).sum())
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
-        assert out.stride(-2) == out.shape[1] * out.shape[-1]  # ordered by token
+    for compilations, names in ((1, ["ragged", "two_prompts", "multi_level"]), (2, ["long", "wide", "prompts"])):
+        for name in names:
+            plan = make_plan(LONG_TREES[name] if name in LONG_TREES else TREES[name])
+            assert (plan.tokens > 128) == (compilations == 2)
+            out, expected = forward(plan, mask=mask)
+            blind += int((expected == 0).all(-1).sum())
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+            assert out.stride(-2) == out.shape[1] * out.shape[-1]  # ordered by token
+            assert flex_compiled._entry(mask, 0.25, "TRITON", False).compilations == compilations
     assert (blind > 0) == bool(mask)
-    assert flex_compiled._entry(mask, 0.25, "TRITON", False).compilations == 1
 
 
 @pytest.mark.slow
