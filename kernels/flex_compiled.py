@@ -57,12 +57,14 @@ def run(
         raise InputError(f"attention {strategy!r}: cannot divide numbers of both tokens, as the mask {mask} asks")
     if not q.shape[2]:
         return token_major(q, q.shape[1], 0, v.shape[3], q.dtype) + 0 * (q.sum() + k.sum() + v.sum()), None
+    backend, with_lse = BACKENDS[strategy], with_lse and q.device.type != "cpu"
+    if torch.compiler.is_dynamo_compiling():  # the caller compiles: part of that graph
+        return _trace(q, k, v, rank, column, end, vectors, mask, pair_form(mask).pairs, scale, backend, with_lse)
     for x in (q, k, v):
         torch._dynamo.maybe_mark_dynamic(x, 2)
     for x in (rank, column, end, *vectors):
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    with_lse = with_lse and q.device.type != "cpu"
-    compiled = _entry(mask, scale, BACKENDS[strategy], with_lse)
+    compiled = _entry(mask, scale, backend, with_lse)
     result: tuple[Tensor, Tensor | None] = compiled(q, k, v, rank, column, end, list(vectors))
     return result
 

@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import dualkv_compile
 from dualkv_compile.compiled import CompiledFunction, generated_function
@@ -15,9 +17,10 @@ from dualkv_compile.errors import CompilationError, InputError, OptionError
 from dualkv_compile.kernels import flex, flex_compiled
 from dualkv_compile.kernels.block_mask import block_mask
 from dualkv_compile.kernels.flex import attend
+from dualkv_compile.kernels.pair_mask import pair_form
 from dualkv_compile.kernels.predicate import Expression, evaluate, from_text, to_text
 from dualkv_compile.options import Options
-from tests.kernels.helpers import TREES, Plan, expect, group, make_plan, operands
+from tests.kernels.helpers import TREES, Plan, assert_close, expect, group, make_plan, operands
 from tests.models.harness import build, rollouts
 
 WINDOW: Expression = ("gt", ("kcol",), ("sub", ("qcol",), ("const", 40)))
@@ -102,6 +105,46 @@ def test_packed_graph_makes_the_block_lists_once(monkeypatch: pytest.MonkeyPatch
     assert targets.count(attend) == 2
     assert targets.count(torch.ops.dualkv.block_mask.default) == 1
     assert targets.count(torch.ops.dualkv.pair_vectors.default) == 1
+
+
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH"])
+def test_gradients_by_the_dense_form(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graph says, gradients too: FlexAttention's own meaning of it, which is dense, at few tokens.
+
+    FLASH refuses a gradient of the LSE; and a NaN in the gradient of a query that sees no key must not spread.
+    """
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # "no backward on CPU"
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return make_boxed_func(gm.forward)
+
+    plan = make_plan(TREES["ragged"])
+    mask = to_text(("and", ("k", 0), WINDOW))
+    valid = plan.column >= 4
+    q, k, v, grad = operands(plan, dim=16)
+    everyone = slice(0, plan.tokens)
+    extra = evaluate(from_text(mask), [valid], plan.column, everyone, everyone)  # type: ignore[arg-type]
+    expected = expect(plan, (q, k, v, grad), extra, 0.25)
+    assert 0 < (expected[1] == -torch.inf).sum() < expected[1].numel()
+    grad[:, :, ~valid] = torch.nan
+    pairs = pair_form(mask).pairs
+
+    def traced(*x: Tensor) -> Any:
+        return flex_compiled._trace(*x[:6], [x[6]], mask, pairs, 0.25, backend, True)
+
+    compiled = torch.compile(
+        traced, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True, dynamic=True
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = compiled(*leaves, plan.rank, plan.column, plan.end, valid)
+    actual = [out.detach(), lse if backend == "TRITON" else expected[1], *torch.autograd.grad(out, leaves, grad)]
+    assert_close(actual, expected, 1e-6)
+    assert not lse.requires_grad
+    (backward,) = [node for node in graphs[-1].graph.nodes if "flex_attention_backward" in str(node.target)]
+    assert backward.args[6] is None  # the gradient of the LSE
 
 
 def test_dense_form_is_an_error() -> None:
