@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from dualkv_compile.errors import InputError
+from dualkv_compile.kernels import flex, flex_compiled
 from dualkv_compile.kernels import packed_attention as operator
+from dualkv_compile.options import ATTENTION
 
 if TYPE_CHECKING:
     from dualkv_compile.plan import PrefixPlan
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scale: float | None = None) -> Tensor:
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scale: float | None = None, *, attention: str = "auto"
+) -> Tensor:
     """Causal attention on the packed tokens of a prefix tree; differentiable in q, k and v.
 
     Args:
@@ -24,13 +28,18 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scale: f
         v: ``[1, Hk, T, Dv]`` or ``[Hk, T, Dv]``.
         plan: which token sees which, from :meth:`PrefixPlan.from_rows`; on the device of q.
         scale: factor on the scores; None for ``1 / sqrt(D)``.
+        attention: the way to compute it, as the backend's option of that name.
 
     Returns:
         ``[1, H, T, Dv]`` (without the 1 if q has none), in the dtype of q (the autocast dtype under autocast).
 
     Raises:
-        InputError: if a tensor has the wrong number of dimensions, size, dtype or device.
+        InputError: if a tensor has the wrong number of dimensions, size, dtype or device, or ``attention`` names no way
+            or one that cannot run there.
+        CompilationError: FlexAttention was asked for and could not be compiled.
     """
+    if attention not in ATTENTION:
+        raise InputError(f"packed_attention: attention: expected one of {ATTENTION}, got {attention!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InputError(f"packed_attention: {name}: expected a tensor, got {type(x).__name__}")
@@ -62,5 +71,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, scale: f
     if not batched:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    out, _ = operator.packed_attention(q, k, v, plan.rank, plan.column, plan.end, plan.nodes, scale=factor)
+    tree = (plan.rank, plan.column, plan.end)
+    if attention in flex.BACKENDS:
+        out, _ = flex_compiled.run(q, k, v, *tree, scale=factor, strategy=attention)
+    else:
+        out, _ = operator.packed_attention(q, k, v, *tree, plan.nodes, scale=factor, strategy=attention)
     return out if batched else out.squeeze(0)

@@ -1,4 +1,4 @@
-"""Compiling a graph lazily, by a nested ``torch.compile``.
+"""Compiling a graph or a function lazily, by a nested ``torch.compile``.
 
 A GraphModule made during a backend call cannot be handed to ``torch.compile``: its frames are on Dynamo's skip list,
 and it would run uncompiled without a word. So each graph gets a generated function of its own (its own code object, so
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from dualkv_compile.errors import CompilationError
 from dualkv_compile.options import Options
@@ -58,14 +59,65 @@ def _patches(options: Options) -> dict[str, Any]:
     return patches
 
 
-class CompiledGraph:
-    """A graph that is compiled when first called, and again for each new kind of call.
+class CompiledFunction:
+    """A function that is compiled when first called, and again for each new kind of call.
 
-    ``dynamic`` says whether sizes are symbolic from the start; inputs whose first dimension changes from call to call
-    are marked by the caller. ``compilations`` counts inner compilations.
+    Args:
+        function: has a code object of its own, see :func:`generated_function`.
+        options: name the compiler.
+        dynamic: whether sizes are symbolic from the start; inputs whose first dimension changes from call to call are
+            marked by the caller.
+        name: for messages.
 
-    Raises CompilationError if a call ran without ever being compiled.
+    ``compilations`` counts inner compilations. Raises CompilationError if a call ran without ever being compiled, or
+    would need more than ``limit`` compilations.
     """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: Options,
+        *,
+        dynamic: bool,
+        name: str,
+        limit: int = RECOMPILE_LIMIT,
+    ) -> None:
+        self.compilations = 0
+        self._options = options
+        self._name = name
+        self._limit = limit
+        extra: dict[str, Any] = {"recompile_limit": limit} if _HAS_LIMIT else {}
+        self._function = torch.compile(
+            function, backend=self._inner, fullgraph=True, dynamic=True if dynamic else None, **extra
+        )
+
+    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.compilations += 1
+        # A backward that fails to compile must fail now, while the plain graph can still take the call.
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            return compile_now(gm, example_inputs, self._options)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function, compiling it first if this kind of call is new."""
+        if _HAS_LIMIT:
+            limit: Any = contextlib.nullcontext()
+        else:
+            limit = torch._dynamo.config.patch(recompile_limit=self._limit, cache_size_limit=self._limit)
+        try:
+            with limit:
+                result = self._function(*args)
+        except FailOnRecompileLimitHit as error:
+            raise CompilationError(
+                f"the {self._name} graph was compiled {self.compilations} times, and this call would need it once "
+                "more: it meets too many kinds of calls (TORCH_LOGS=recompiles tells which)"
+            ) from error
+        if self.compilations == 0:
+            raise CompilationError(f"the {self._name} graph ran without being compiled")
+        return result
+
+
+class CompiledGraph(CompiledFunction):
+    """A graph as a `CompiledFunction`."""
 
     def __init__(self, gm: fx.GraphModule, options: Options, *, dynamic: bool, name: str) -> None:
         for module in gm.modules():
@@ -75,37 +127,13 @@ class CompiledGraph:
                 real_recompile = getattr(module, "real_recompile", None)
                 if real_recompile is not None:
                     real_recompile()
-        self.compilations = 0
-        self._options = options
-        self._name = name
-        self._function = self._compile(_generated_function(gm, name), dynamic)
-
-    def _compile(self, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-        extra: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _HAS_LIMIT else {}
-        return torch.compile(function, backend=self._inner, fullgraph=True, dynamic=True if dynamic else None, **extra)
-
-    def _inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.compilations += 1
-        # A backward that fails to compile must fail now, while the plain graph can still take the call.
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            return compile_now(gm, example_inputs, self._options)
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the graph, compiling it first if this kind of call is new."""
-        if _HAS_LIMIT:
-            limit: Any = contextlib.nullcontext()
-        else:
-            limit = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, cache_size_limit=RECOMPILE_LIMIT)
-        with limit:
-            result = self._function(*args)
-        if self.compilations == 0:
-            raise CompilationError(f"the {self._name} graph ran without being compiled")
-        return result
+        function = generated_function(name, "*args", "graph(*args)", {"graph": gm})
+        super().__init__(function, options, dynamic=dynamic, name=name)
 
 
-def _generated_function(gm: fx.GraphModule, name: str) -> Callable[..., Any]:
-    namespace: dict[str, Any] = {"graph": gm}
-    source = f"def {name}(*args):\n    return graph(*args)\n"
+def generated_function(name: str, parameters: str, result: str, namespace: dict[str, Any]) -> Callable[..., Any]:
+    """``def name(parameters): return result`` over ``namespace``, with a code object that no other function shares."""
+    source = f"def {name}({parameters}):\n    return {result}\n"
     exec(compile(source, f"<dualkv {name} {next(_numbers)}>", "exec"), namespace)
     function: Callable[..., Any] = namespace[name]
     return function

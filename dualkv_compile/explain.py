@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dualkv_compile.kernels import packed_attention
+from dualkv_compile.kernels.flex import BACKENDS
 from dualkv_compile.kernels.predicate import from_text
 from dualkv_compile.options import Options
 from dualkv_compile.passes.pack import live_nodes
@@ -192,7 +193,7 @@ class _Collector:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            analysis = analyse(gm, example_inputs, strategy=self._options.attention)
+            analysis = analyse(gm, example_inputs, strategy=_runnable(self._options))
         except Exception as error:  # as the backend: any failure of ours means the plain graph
             failure = Reason("", f"the passes failed ({type(error).__name__}: {error})")
             analysis = Analysis(has_attention=mentions_attention(gm), reasons=[failure])
@@ -269,7 +270,13 @@ def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[A
     with torch.no_grad(), _counting() as counter, spy:
         dispatcher.packed.module(*dispatcher.prepare(args, plans))
     report.flops_packed = counter.get_total_flops()
-    report.strategy = " and ".join(sorted(spy.found)) or None
+    compiled = options.attention if options.attention in BACKENDS else None
+    report.strategy = compiled or " and ".join(sorted(spy.found)) or None
+
+
+def _runnable(options: Options) -> str:
+    """A strategy that runs without being compiled, which FlexAttention does not; operations and tokens are the same."""
+    return "auto" if options.attention in BACKENDS else options.attention
 
 
 def _batch_report(plan: PrefixPlan, valid: Tensor | None) -> BatchReport:

@@ -9,7 +9,7 @@ from typing import Any
 from dualkv_compile.errors import OptionError
 
 #: Ways to compute attention on the packed tokens ("auto" chooses by capability).
-ATTENTION = ("auto", "regions", "dense", "blocks")
+ATTENTION = ("auto", "regions", "dense", "blocks", "flex", "flex_flash")
 PADDING = ("keep", "drop")
 ON_UNSUPPORTED = ("fallback", "error")
 COMPILERS = ("inductor", "aot_eager", "eager")
@@ -29,7 +29,10 @@ class Options:
         "keep" computes every grid position as the plain graph does; "drop" also skips the positions that the attention
         mask declares padding, and returns zeros there.
     ``attention``
-        "auto", or the name of one way to compute attention on the packed tokens.
+        "auto", or the name of one way to compute attention on the packed tokens: "regions" (fused CPU kernels on the
+        tree's rectangles), "dense" (the same with torch's fused CUDA kernels), "blocks" (plain matrix products,
+        anywhere), "flex" (FlexAttention's Triton kernel; forward only on the CPU) or "flex_flash" (FlexAttention
+        through flash-attn-4).
     ``verify``
         Run the plain graph too and compare: "first" (the first packed call of each graph), True (every call), "grad"
         (every call, gradients as well). A difference raises VerificationError.
@@ -78,6 +81,11 @@ class Options:
         if result.compiler != "inductor" and (result.inductor or result.mode not in (None, "default")):
             raise OptionError(
                 f"options 'inductor' and 'mode' need compiler='inductor', got compiler={result.compiler!r}"
+            )
+        if result.compiler != "inductor" and result.attention.startswith("flex"):
+            # Any other compiler would run FlexAttention's dense form, which computes every score.
+            raise OptionError(
+                f"option 'attention'={result.attention!r} needs compiler='inductor', got compiler={result.compiler!r}"
             )
         return result
 

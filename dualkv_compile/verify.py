@@ -414,10 +414,12 @@ def visible_positions(
     reader = _Reader(module, dict(zip(placeholders, inputs, strict=True)))
     seeing = {frame: torch.ones_like(plan.rank, dtype=torch.bool) for frame, plan in plans.items()}
     done: set[tuple[Any, ...]] = set()
-    for owner, node in reader.attentions():
-        tree = [owner.value(arg) for arg in node.args[3:6]]
-        vectors = [owner.value(arg) for arg in node.args[7]]  # type: ignore[union-attr]
-        expression = from_text(str(node.args[8]))
+    for owner, node in reader.masks():
+        # rank, column, end; vectors; the mask
+        first, rest = (0, 3) if node.target is torch.ops.dualkv.block_mask.default else (3, 7)
+        tree = [owner.value(arg) for arg in node.args[first : first + 3]]
+        vectors = [owner.value(arg) for arg in node.args[rest]]  # type: ignore[union-attr]
+        expression = from_text(str(node.args[rest + 1]))
         key = (id(tree[0]), expression, *map(id, vectors))
         if expression is None or key in done:  # without further terms every token sees itself
             continue
@@ -457,13 +459,14 @@ class _Reader:
         self._known: dict[fx.Node, Any] = {}
         self._bodies: dict[fx.Node, _Reader] = {}
 
-    def attentions(self) -> Iterator[tuple[_Reader, fx.Node]]:
-        """Every packed attention, in checkpoint bodies too, with the reader of its graph."""
+    def masks(self) -> Iterator[tuple[_Reader, fx.Node]]:
+        """Every operator that takes an attention's mask, in checkpoint bodies too, with the reader of its graph."""
+        operators = (torch.ops.dualkv.packed_attention.default, torch.ops.dualkv.block_mask.default)
         for node in self._module.graph.nodes:
-            if node.op == "call_function" and node.target is torch.ops.dualkv.packed_attention.default:
+            if node.op == "call_function" and node.target in operators:
                 yield self, node
             elif node.op == "call_function" and node.target is CHECKPOINT:
-                yield from self._body(node).attentions()
+                yield from self._body(node).masks()
 
     def _body(self, call: fx.Node) -> _Reader:
         if call not in self._bodies:

@@ -1,8 +1,9 @@
 """Attention on packed tokens: operators, strategies and the merge of partial results.
 
-Importing this package registers the operators ``dualkv::packed_attention``, ``dualkv::pack`` and ``dualkv::unpack``.
+Importing this package registers the operators ``dualkv::packed_attention``, ``dualkv::pack``, ``dualkv::unpack``,
+``dualkv::block_mask`` and ``dualkv::pair_vectors``.
 """
 
-from dualkv_compile.kernels import gather, packed_attention
+from dualkv_compile.kernels import block_mask, gather, packed_attention, pair_mask
 
-__all__ = ["gather", "packed_attention"]
+__all__ = ["block_mask", "gather", "packed_attention", "pair_mask"]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dualkv_compile.errors import InputError
+from dualkv_compile.kernels.intervals import NUMPY, Interval, truth, widen
 
 Expression = tuple[Any, ...]
 TokenIndex = slice | Tensor
@@ -37,9 +38,6 @@ ARITY: dict[str, int] = {
     "le": 2, "lt": 2, "ge": 2, "gt": 2, "eq": 2, "ne": 2,
     "add": 2, "sub": 2, "mul": 2, "floordiv": 2, "mod": 2, "neg": 1, "abs": 1, "minimum": 2, "maximum": 2,
 }  # fmt: skip
-
-#: Largest magnitude that float64 cannot have been rounded to from another integer: bounds beyond it are given up.
-_EXACT = float(2**53 - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -132,12 +130,13 @@ def _reads(expression: Expression, names: tuple[str, ...]) -> bool:
     return any(_reads(operand, names) for operand in expression[1:])
 
 
-def _vectors_read(expression: Expression) -> set[int]:
+def vectors_read(expression: Expression) -> set[int]:
+    """The numbers of the vectors that the expression reads, at either token."""
     if expression[0] in ("q", "k"):
         return {expression[1]}
     if expression[0] in ("qcol", "kcol", "const"):
         return set()
-    return set().union(*(_vectors_read(operand) for operand in expression[1:]))
+    return set().union(*(vectors_read(operand) for operand in expression[1:]))
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -171,6 +170,12 @@ def evaluate(
     return _truth(_value(expression, vectors, column, queries, keys)).expand(shape)
 
 
+def evaluate_keys(expression: Expression, vectors: Sequence[Tensor], column: Tensor) -> Tensor:
+    """The value, a truth value (bool) or a number, at each of the T tokens of an expression that reads only the key."""
+    tokens = slice(0, column.shape[0])
+    return _value(expression, vectors, column, slice(0, 0), tokens).expand(1, column.shape[0])[0]
+
+
 def _value(
     expression: Expression, vectors: Sequence[Tensor], column: Tensor, queries: TokenIndex, keys: TokenIndex
 ) -> Tensor:
@@ -195,51 +200,37 @@ def _value(
 
 
 # -------------------------------------------------------------------------------------------------------- block bounds
-# ------------------------------------------------------------------------------------------------------------- bounds
-FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-Interval = tuple[FloatArray, FloatArray]
 
 
 class BlockBounds:
-    """Bounds of mask expressions on blocks of consecutive tokens, on the CPU.
+    """Bounds of mask expressions on blocks of consecutive tokens, on the CPU (see :mod:`intervals`).
 
     Args:
         expression: the expressions asked about later read no other vectors than this one.
         vectors, column: as for :func:`evaluate`, ``[T]``.
         starts: int ``[blocks]``, the first token of each block, strictly increasing from 0.
 
-    Only integers are bounded (exactly, in float64); whatever involves a floating-point vector or a fractional constant
-    is "possibly", because rounding at the comparison is not worth modelling. The arrays are small and many, which NumPy
-    handles in a fraction of the time.
+    The arrays are small and many, which NumPy handles in a fraction of torch's time.
     """
 
     def __init__(self, expression: Expression, vectors: Sequence[Tensor], column: Tensor, starts: IntArray) -> None:
         self._column = _block_range(column, starts)
-        self._vectors = {n: _block_range(vectors[n], starts) for n in _vectors_read(expression)}
+        self._vectors = {n: _block_range(vectors[n], starts) for n in vectors_read(expression)}
 
     def of(self, expression: Expression, query_block: IntArray, key_block: IntArray) -> tuple[BoolArray, BoolArray]:
         """Arrays ``(always, possibly)`` for the pairs of blocks, in the common shape of the two index arrays."""
-        with np.errstate(all="ignore"):
-            low, high = _truth_interval(*self._interval(expression, query_block, key_block))
-        shape = np.broadcast_shapes(query_block.shape, key_block.shape)
-        return np.broadcast_to(low > 0, shape), np.broadcast_to(high > 0, shape)
 
-    def _interval(self, expression: Expression, query_block: IntArray, key_block: IntArray) -> Interval:
-        name = expression[0]
-        if name in ("q", "k", "qcol", "kcol"):
+        def leaf(expression: Expression) -> Interval:
             low, high = self._vectors[expression[1]] if len(expression) == 2 else self._column
-            at = query_block if name in ("q", "qcol") else key_block
+            at = query_block if expression[0] in ("q", "qcol") else key_block
             return low[at], high[at]
-        if name == "const":
-            value = float(expression[1])
-            exact = value.is_integer() and abs(value) <= _EXACT
-            return (np.float64(value),) * 2 if exact else (np.float64(-math.inf), np.float64(math.inf))  # type: ignore[return-value]
-        operands = [self._interval(operand, query_block, key_block) for operand in expression[1:]]
-        if name in _BOOLEAN:
-            return _RULES[name](*(_truth_interval(*operand) for operand in operands))
-        return _widen(*_RULES[name](*operands))
+
+        with np.errstate(all="ignore"):
+            always, possibly = truth(expression, leaf, NUMPY)
+        shape = np.broadcast_shapes(query_block.shape, key_block.shape)
+        return np.broadcast_to(always, shape), np.broadcast_to(possibly, shape)
 
 
 def _block_range(vector: Tensor, starts: IntArray) -> Interval:
@@ -249,83 +240,4 @@ def _block_range(vector: Tensor, starts: IntArray) -> Interval:
         return -unknown, unknown
     values = vector.numpy()
     low, high = (function.reduceat(values, starts).astype(np.float64) for function in (np.minimum, np.maximum))
-    return _widen(low, high)
-
-
-def _widen(low: FloatArray, high: FloatArray) -> Interval:
-    """Give up bounds that float64 may have rounded, and undefined ones (``inf - inf``, ``0 * inf``)."""
-    exact = (np.abs(low) <= _EXACT) & (np.abs(high) <= _EXACT)
-    return np.where(exact, low, -math.inf), np.where(exact, high, math.inf)
-
-
-def _truth_interval(low: FloatArray, high: FloatArray) -> Interval:
-    return _from_bools((low > 0) | (high < 0), (low != 0) | (high != 0))
-
-
-def _from_bools(always: BoolArray, possibly: BoolArray) -> Interval:
-    return np.asarray(always, np.float64), np.asarray(possibly, np.float64)
-
-
-def _eq(a: Interval, b: Interval) -> Interval:
-    points = (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])
-    return _from_bools(points, (a[0] <= b[1]) & (b[0] <= a[1]))
-
-
-def _not(a: Interval) -> Interval:
-    return 1 - a[1], 1 - a[0]
-
-
-def _corners(function: Callable[[FloatArray, FloatArray], FloatArray], a: Interval, b: Interval) -> Interval:
-    values = np.stack(np.broadcast_arrays(*(function(x, y) for x in a for y in b)))
-    return values.min(0), values.max(0)
-
-
-def _floordiv(a: Interval, b: Interval) -> Interval:
-    low, high = _corners(np.floor_divide, a, b)
-    zero = (b[0] <= 0) & (b[1] >= 0)
-    return np.where(zero, -math.inf, low), np.where(zero, math.inf, high)
-
-
-def _mod(a: Interval, b: Interval) -> Interval:
-    one_period = np.floor_divide(a[0], b[0]) == np.floor_divide(a[1], b[0])
-    low = np.where(one_period, np.remainder(a[0], b[0]), 0.0)
-    high = np.where(one_period, np.remainder(a[1], b[0]), b[0] - 1)
-    # An unknown dividend may be a fraction: its remainder then is not at most b - 1.
-    unknown = (b[0] != b[1]) | (b[0] <= 0) | np.isinf(a[0])
-    return np.where(unknown, -math.inf, low), np.where(unknown, math.inf, high)
-
-
-def _abs(a: Interval) -> Interval:
-    ends = np.abs(a[0]), np.abs(a[1])
-    return np.where((a[0] <= 0) & (a[1] >= 0), 0.0, np.minimum(*ends)), np.maximum(*ends)
-
-
-def _minimum(a: Interval, b: Interval) -> Interval:
-    return np.minimum(a[0], b[0]), np.minimum(a[1], b[1])
-
-
-def _maximum(a: Interval, b: Interval) -> Interval:
-    return np.maximum(a[0], b[0]), np.maximum(a[1], b[1])
-
-
-_RULES: dict[str, Callable[..., Interval]] = {
-    "and": _minimum,
-    "or": _maximum,
-    "not": _not,
-    "bool": lambda a: a,
-    "le": lambda a, b: _from_bools(a[1] <= b[0], a[0] <= b[1]),
-    "lt": lambda a, b: _from_bools(a[1] < b[0], a[0] < b[1]),
-    "ge": lambda a, b: _from_bools(a[0] >= b[1], a[1] >= b[0]),
-    "gt": lambda a, b: _from_bools(a[0] > b[1], a[1] > b[0]),
-    "eq": _eq,
-    "ne": lambda a, b: _not(_eq(a, b)),
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "mul": lambda a, b: _corners(np.multiply, a, b),
-    "floordiv": _floordiv,
-    "mod": _mod,
-    "neg": lambda a: (-a[1], -a[0]),
-    "abs": _abs,
-    "minimum": _minimum,
-    "maximum": _maximum,
-}
+    return widen(NUMPY, low, high)

@@ -2,6 +2,9 @@
 
 Before:  ``scaled_dot_product_attention(q[B,H,S,D], repeat_kv(k)[B,H,S,D], repeat_kv(v), mask[B,1,S,S])``
 After:   ``dualkv.packed_attention(q[1,H,T,D], k[1,Hk,T,D], v[1,Hk,T,D], tree, mask terms)``
+or:      ``blocks = dualkv.block_mask(tree, mask terms)`` once for all layers, and
+         ``flex.attend(q[1,H,T,D], k[1,Hk,T,D], v[1,Hk,T,D], blocks, tree, mask terms)``, which Dynamo traces into
+         FlexAttention when the packed graph is compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dualkv_compile.kernels.flex import BACKENDS
 from dualkv_compile.kernels.predicate import to_text
+from dualkv_compile.passes import flex
 from dualkv_compile.passes.mask import Lifted, lift
 from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
@@ -53,7 +58,7 @@ def attention(
     if isinstance(mask_node, fx.Node):
         lifted = lift(cx, mask_node, frame)
     elif is_causal:
-        lifted = Lifted(None, [], frozenset(), None)
+        lifted = Lifted(None, [], [], frozenset(), None)
     else:
         raise Unproven("it has no mask and is not causal: tokens see later ones")
     if scale is None:
@@ -64,19 +69,21 @@ def attention(
         raise Unproven("its scale is not a number")
     heads = query.shape[1]
     key_node, value_node = (_grouped(cx, part, heads) for part in (key, value))
-    tree = [cx.plan(frame, name) for name in ("rank", "column", "end", "nodes")]
     text = to_text(lifted.expression)
-    new = cx.emit(
-        torch.ops.dualkv.packed_attention.default,
-        cx.packed(query),
-        key_node,
-        value_node,
-        *tree,
-        lifted.vectors,
-        text,
-        float(scale),
-        cx.strategy,
-    )
+    operands = (cx.packed(query), key_node, value_node)
+    if cx.strategy in BACKENDS:
+        new = flex.emit(cx, frame, operands, lifted, text, float(scale))
+    else:
+        tree = [cx.plan(frame, name) for name in ("rank", "column", "end", "nodes")]
+        new = cx.emit(
+            torch.ops.dualkv.packed_attention.default,
+            *operands,
+            *tree,
+            lifted.vectors,
+            text,
+            float(scale),
+            cx.strategy,
+        )
     result = cx.result(node, _LAYOUT, [query, key, value], cx.emit(operator.getitem, new, 0))
     result.roots = roots | lifted.roots
     cx.records.attention_masks[node] = text

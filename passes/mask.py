@@ -13,7 +13,7 @@ A key of the row may be read from the packed key token because it is visible onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,10 +85,14 @@ _COPIES = {
 
 @dataclass
 class Lifted:
-    """The extra terms of a mask (None if plain causal), the packed vectors they read, and their roots."""
+    """The extra terms of a mask (None if plain causal), the packed vectors they read, and their roots.
+
+    ``origins`` are the same vectors as ``vectors``, each in the scope where it is computed.
+    """
 
     expression: Expr | None
     vectors: list[fx.Node]
+    origins: list[tuple[Scope, fx.Node]]
     roots: frozenset[Root]
     validity: Value | None
 
@@ -130,16 +134,16 @@ def lift(scope: Scope, mask: fx.Node, frame: Frame) -> Lifted:
     joined: Expr | None = None
     for term in kept:
         joined = term if joined is None else ("and", joined, term)
-    vectors = [_bring(scope, owner, node) for owner, node in question.vectors]
-    return Lifted(joined, vectors, frozenset(question.roots), _validity(question, kept))
+    vectors = [bring(scope, owner, node) for owner, node in question.vectors]
+    return Lifted(joined, vectors, question.vectors, frozenset(question.roots), _validity(question, kept))
 
 
-def _bring(scope: Scope, owner: Scope, node: fx.Node) -> fx.Node:
+def bring(scope: Scope, owner: Scope, node: fx.Node) -> fx.Node:
     """A node of ``owner``, ``scope`` itself or one of its callers, as a node of ``scope``."""
     if scope is owner:
         return node
     assert scope.parent is not None
-    return scope.capture(_bring(scope.parent, owner, node))
+    return scope.capture(bring(scope.parent, owner, node))
 
 
 # ---------------------------------------------------------------------- pulling an index back
@@ -194,13 +198,23 @@ def _leaf(question: _Question, scope: Scope, value: Value, index: tuple[Expr, ..
         question.roots |= value.roots
     else:
         node = _column_vector(question, scope, value, tags)
-    with scope.at_definition(node):
-        for dim in reversed(range(len(index))):
-            if tags[dim] is not Dim.COLUMN:
-                node = scope.emit(aten.select.int, node, dim, index[dim][1] if tags[dim] is Dim.FEATURE else 0)
+    picks = [
+        (dim, index[dim][1] if tags[dim] is Dim.FEATURE else 0)
+        for dim in reversed(range(len(index)))
+        if tags[dim] is not Dim.COLUMN
+    ]
+    # All layers ask about the same mask: they get the same nodes.
+    node = scope.once(("vector", node, *picks), lambda: _pick(scope, node, picks))
     question.vectors.append((scope, node))
     question.sources.append(value)
     return ("q" if kind == "qcol" else "k", len(question.vectors) - 1)
+
+
+def _pick(scope: Scope, node: fx.Node, picks: Sequence[tuple[int, int]]) -> fx.Node:
+    with scope.at_definition(node):
+        for dim, place in picks:
+            node = scope.emit(aten.select.int, node, dim, place)
+    return node
 
 
 def _column_vector(question: _Question, scope: Scope, value: Value, tags: tuple[Dim, ...]) -> fx.Node:
@@ -211,12 +225,18 @@ def _column_vector(question: _Question, scope: Scope, value: Value, tags: tuple[
     for dim, kind in enumerate(tags):
         if kind is Dim.ROW and not is_uniform(value.source, dim):
             raise Unproven("its mask is data that differs from row to row and is not known from the tokens")
-    node = scope.grid(value)
-    with scope.at_definition(node):
-        for dim, kind in enumerate(tags):
-            if kind is Dim.ROW:
-                node = scope.emit(aten.narrow.default, node, dim, 0, 1)
-        return scope.emit(torch.ops.dualkv.unpack.default, node, scope.plan(question.frame, "column"), column)
+    source = scope.grid(value)
+
+    def make() -> fx.Node:
+        node = source
+        with scope.at_definition(node):
+            for dim, kind in enumerate(tags):
+                if kind is Dim.ROW:
+                    node = scope.emit(aten.narrow.default, node, dim, 0, 1)
+            return scope.emit(torch.ops.dualkv.unpack.default, node, scope.plan(question.frame, "column"), column)
+
+    node: fx.Node = scope.once(("column vector", source, tags, question.frame), make)
+    return node
 
 
 _Translator = Callable[[_Question, "Scope", fx.Node, tuple[Expr, ...]], Expr | None]

@@ -13,7 +13,7 @@ where a value is defined, never where it is used.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +125,7 @@ class Scope:
         self._inputs: dict[fx.Node, int | PlanInput] = {}
         self._plan: dict[PlanInput, fx.Node] = {}
         self._captures: dict[fx.Node, fx.Node] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
         self._bodies = 0
         self.outputs: list[Any] = []
 
@@ -296,6 +297,12 @@ class Scope:
                 self._inputs[new] = key
                 self._plan[key] = new
         return self._plan[key]
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What ``make`` emitted when first asked for ``key`` in this scope."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     # ------------------------------------------------------------------ forms of a value
 
