@@ -11,6 +11,7 @@ from torch import Tensor
 from dualkv_compile.errors import InputError
 from dualkv_compile.kernels import flex, flex_compiled
 from dualkv_compile.kernels import packed_attention as operator
+from dualkv_compile.kernels.strategy import Workload, check_repeatable, choose
 from dualkv_compile.options import ATTENTION
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ def packed_attention(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     tree = (plan.rank, plan.column, plan.end)
+    check_repeatable(attention)
+    if attention == "auto" and q.device.type == "cuda" and not torch.compiler.is_compiling():
+        sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+        attention = choose(Workload.of(q.device, flex.compute_dtype(q), *sizes, ""))
     if attention in flex.BACKENDS:
         out, _ = flex_compiled.run(q, k, v, *tree, scale=factor, strategy=attention)
     else:

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from dualkv_compile.compiled import compile_now
-from dualkv_compile.errors import UnsupportedGraphError
+from dualkv_compile.errors import InputError, UnsupportedGraphError
 from dualkv_compile.options import Options
 from dualkv_compile.passes.pipeline import Analysis, analyse, mentions_attention
 from dualkv_compile.passes.reasons import Reason
@@ -38,14 +38,16 @@ def dualkv(
     parsed = Options.parse(options, mode)
     error: Exception | None = None
     try:
-        analysis = analyse(gm, example_inputs, strategy=parsed.attention)
+        analysis = analyse(gm, example_inputs, strategy=parsed.attention, compiled=parsed.compiler == "inductor")
+    except InputError as wrong:  # the way of attention that was asked for cannot run
+        return _raiser(wrong)
     except Exception as caught:  # any failure of ours must end in the plain graph, counted and told
         error = caught
         failure = Reason("", f"the passes failed ({type(error).__name__}: {error})")
         analysis = Analysis(has_attention=mentions_attention(gm), reasons=[failure])
     _tell(analysis, error)
     if analysis.reasons and parsed.on_unsupported == "error" and analysis.has_attention:
-        return _raiser(analysis.reasons)
+        return _raiser(UnsupportedGraphError("not (completely) shareable: " + "; ".join(map(str, analysis.reasons))))
     if analysis.packed is not None:
         if parsed.padding == "drop" and not can_drop_padding(analysis.packed):
             log.warning("padding='drop' has no effect: the masks of this graph do not tell which positions are padding")
@@ -55,9 +57,11 @@ def dualkv(
     return Refused(compiled, analysis.reasons) if analysis.has_attention else compiled
 
 
-def _raiser(reasons: Sequence[Reason]) -> Callable[..., Any]:
+def _raiser(error: Exception) -> Callable[..., Any]:
+    """Raise at the call: an error raised while compiling would only make Dynamo try smaller graphs."""
+
     def refuse(*args: Any) -> Any:
-        raise UnsupportedGraphError("not (completely) shareable: " + "; ".join(map(str, reasons)))
+        raise error
 
     return refuse
 

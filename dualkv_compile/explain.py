@@ -193,7 +193,8 @@ class _Collector:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            analysis = analyse(gm, example_inputs, strategy=_runnable(self._options))
+            # Nothing is compiled here, and FlexAttention never runs uncompiled; operations and tokens are the same.
+            analysis = analyse(gm, example_inputs, strategy=self._options.attention, compiled=False)
         except Exception as error:  # as the backend: any failure of ours means the plain graph
             failure = Reason("", f"the passes failed ({type(error).__name__}: {error})")
             analysis = Analysis(has_attention=mentions_attention(gm), reasons=[failure])
@@ -272,11 +273,6 @@ def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[A
     report.flops_packed = counter.get_total_flops()
     compiled = options.attention if options.attention in BACKENDS else None
     report.strategy = compiled or " and ".join(sorted(spy.found)) or None
-
-
-def _runnable(options: Options) -> str:
-    """A strategy that runs without being compiled, which FlexAttention does not; operations and tokens are the same."""
-    return "auto" if options.attention in BACKENDS else options.attention
 
 
 def _batch_report(plan: PrefixPlan, valid: Tensor | None) -> BatchReport:

@@ -16,6 +16,7 @@ import torch.fx as fx
 from dualkv_compile.compiled import CompiledGraph
 from dualkv_compile.errors import CompilationError, DualKVError, UnsupportedGraphError
 from dualkv_compile.kernels.flex import BACKENDS, check
+from dualkv_compile.kernels.strategy import check_repeatable
 from dualkv_compile.options import Options
 from dualkv_compile.passes.pack import PackedGraph, PlanInput
 from dualkv_compile.passes.pipeline import Analysis
@@ -151,6 +152,7 @@ class Dispatcher:
         if not self.worth(given, computed, plans.values()):
             STATISTICS.add(tokens_computed=given)
             return self._run_plain(args)
+        check_repeatable(self.options.attention)
         if self.options.attention in BACKENDS:
             gradients = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
             check(self.options.attention, _device(args), gradients=gradients)

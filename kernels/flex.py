@@ -40,6 +40,10 @@ from dualkv_compile.kernels.predicate import Expression
 #: Strategies that are FlexAttention, and the kernel each asks for.
 BACKENDS = {"flex": "TRITON", "flex_flash": "FLASH"}
 
+#: Head dimensions at which flash-attn-4 (4.0.0b36, on an H200) passed the tests: at 16 and 80 its gradients were wrong
+#: without a word, at 256 it refused the tree's blocks, others were not tried.
+FLASH_HEAD_DIMS = (32, 64, 128)
+
 #: The results of ``dualkv::block_mask`` in their order, as BlockMask names them.
 _LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
@@ -78,6 +82,17 @@ def check(strategy: str, device: torch.device, *, gradients: bool) -> None:
         raise InputError(f"attention {strategy!r}: expected tensors on a CUDA device, got {device}")
     elif strategy == "flex_flash" and not flash_available():
         raise InputError("attention 'flex_flash': flash-attn-4 is not installed (pip install dualkv-compile[fa4])")
+
+
+def check_operands(strategy: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+    """Raise InputError for operands that the kernel of ``strategy`` would refuse or compute wrongly."""
+    if strategy == "flex_flash" and (
+        dtype not in (torch.float16, torch.bfloat16) or head_dim not in FLASH_HEAD_DIMS or value_dim != head_dim
+    ):
+        raise InputError(
+            f"attention 'flex_flash': expected float16 or bfloat16 and D == Dv in {FLASH_HEAD_DIMS}, got {dtype}, "
+            f"D={head_dim}, Dv={value_dim}"
+        )
 
 
 def expressible(strategy: str, mask: str) -> bool:
@@ -133,7 +148,7 @@ def attend(
     """
     if not torch.compiler.is_dynamo_compiling():
         raise CompilationError("FlexAttention was about to run without being compiled, which would compute every score")
-    q, k, v = (_token_major(_autocast(x)) for x in (q, k, v))
+    q, k, v = (_token_major(x.to(compute_dtype(x))) for x in (q, k, v))
     tokens = q.shape[2]
     for x in (rank, column, end, *vectors):
         # Makes one symbol of all sizes, where kernels would otherwise take each as an argument of its own.
@@ -157,10 +172,11 @@ def attend(
     return out, lse if with_lse else None
 
 
-def _autocast(x: Tensor) -> Tensor:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which attention of ``x`` is computed: its own, or the one autocast casts it to."""
     kind = x.device.type
     eligible = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if eligible else x
+    return torch.get_autocast_dtype(kind) if eligible else x.dtype
 
 
 def _token_major(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dualkv_compile.compiled import CompiledFunction, generated_function
 from dualkv_compile.errors import InputError
 from dualkv_compile.kernels.block_mask import block_mask
-from dualkv_compile.kernels.flex import BACKENDS, attend, check, expressible
+from dualkv_compile.kernels.flex import BACKENDS, attend, check, check_operands, compute_dtype, expressible
 from dualkv_compile.kernels.pair_mask import pair_form, pair_vectors
 from dualkv_compile.kernels.predicate import Expression
 from dualkv_compile.kernels.regions import token_major
@@ -53,6 +53,7 @@ def run(
     """
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     check(strategy, q.device, gradients=gradients)
+    check_operands(strategy, compute_dtype(q), q.shape[3], v.shape[3])
     if not expressible(strategy, mask):
         raise InputError(f"attention {strategy!r}: cannot divide numbers of both tokens, as the mask {mask} asks")
     if not q.shape[2]:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import torch
 import torch.fx as fx
 
-from dualkv_compile.kernels.flex import BACKENDS
+from dualkv_compile.kernels.flex import BACKENDS, check_operands
 from dualkv_compile.kernels.predicate import to_text
+from dualkv_compile.kernels.strategy import Workload, choose
 from dualkv_compile.passes import flex
 from dualkv_compile.passes.mask import Lifted, lift
 from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
 from dualkv_compile.passes.registry import register
-from dualkv_compile.passes.values import Dim, Value, same
+from dualkv_compile.passes.values import Dim, Size, Value, same
 
 aten = torch.ops.aten
 _LAYOUT = (Dim.ROW, Dim.FEATURE, Dim.COLUMN, Dim.FEATURE)
@@ -68,11 +68,14 @@ def attention(
     if not isinstance(scale, float | int):
         raise Unproven("its scale is not a number")
     heads = query.shape[1]
-    key_node, value_node = (_grouped(cx, part, heads) for part in (key, value))
+    (key_node, kv_heads), (value_node, _) = (_grouped(cx, part, heads) for part in (key, value))
     text = to_text(lifted.expression)
     operands = (cx.packed(query), key_node, value_node)
-    if cx.strategy in BACKENDS:
-        new = flex.emit(cx, frame, operands, lifted, text, float(scale))
+    strategy = _strategy(cx, node, (heads, kv_heads, query.shape[3], value.shape[3]), text)
+    cx.records.strategies.add(strategy)
+    if strategy in BACKENDS and cx.compiled:
+        check_operands(strategy, node.meta["val"].dtype, int(query.shape[3]), int(value.shape[3]))
+        new = flex.emit(cx, frame, operands, lifted, text, float(scale), strategy)
     else:
         tree = [cx.plan(frame, name) for name in ("rank", "column", "end", "nodes")]
         new = cx.emit(
@@ -82,7 +85,7 @@ def attention(
             lifted.vectors,
             text,
             float(scale),
-            cx.strategy,
+            "auto" if strategy in BACKENDS else strategy,
         )
     result = cx.result(node, _LAYOUT, [query, key, value], cx.emit(operator.getitem, new, 0))
     result.roots = roots | lifted.roots
@@ -91,19 +94,29 @@ def attention(
     return result
 
 
-def _grouped(cx: Scope, part: Value, heads: Any) -> fx.Node:
+def _strategy(cx: Scope, node: fx.Node, sizes: tuple[Size, ...], mask: str) -> str:
+    """The way to compute this attention; what "auto" means on a GPU is decided here, elsewhere by the operator."""
+    val = node.meta["val"]
+    # Beside Inductor's code FlexAttention is no choice, and the operator knows what is.
+    if cx.strategy != "auto" or val.device.type != "cuda" or not cx.compiled:
+        return cx.strategy
+    heads, kv_heads, head_dim, value_dim = map(int, sizes)
+    return choose(Workload.of(val.device, val.dtype, heads, kv_heads, head_dim, value_dim, mask), mask)
+
+
+def _grouped(cx: Scope, part: Value, heads: Size) -> tuple[fx.Node, Size]:
     """Keys or values without the repetition of heads (``unsqueeze -> expand -> reshape``): the kernel groups heads
-    itself.
+    itself. Also how many heads they then have.
     """
     packed = cx.packed(part)
     if packed.op != "call_function" or packed.target is not aten.reshape.default:
-        return packed
+        return packed, part.shape[1]
     expanded = packed.args[0]
     if not isinstance(expanded, fx.Node) or expanded.target is not aten.expand.default:
-        return packed
+        return packed, part.shape[1]
     inserted = expanded.args[0]
     if not isinstance(inserted, fx.Node) or inserted.target is not aten.unsqueeze.default or inserted.args[1] != 2:
-        return packed
+        return packed, part.shape[1]
     # [1, Hk, 1, T, D] -> [1, Hk, n, T, D] -> [1, Hk * n, T, D]: head h reads key head h // n.
     original = inserted.args[0]
     sizes = packed.args[1]
@@ -116,6 +129,6 @@ def _grouped(cx: Scope, part: Value, heads: Any) -> fx.Node:
         or not isinstance(sizes[1], int)
         or not same(sizes[1], heads)
     ):
-        return packed
+        return packed, part.shape[1]
     assert isinstance(original, fx.Node)
-    return original
+    return original, sizes[1] // repeated[2]

@@ -38,12 +38,20 @@ class _Prepared:
     sides: list[fx.Node]
 
 
-def emit(cx: Scope, frame: Frame, operands: Sequence[fx.Node], lifted: Lifted, mask: str, scale: float) -> fx.Node:
+def emit(
+    cx: Scope,
+    frame: Frame,
+    operands: Sequence[fx.Node],
+    lifted: Lifted,
+    mask: str,
+    scale: float,
+    strategy: str,
+) -> fx.Node:
     """Emit attention of the packed ``operands`` (query, key, value); the node is the tuple ``(out, None)``.
 
     Raises Unproven if the kernel cannot express the mask.
     """
-    if not expressible(cx.strategy, mask):
+    if not expressible(strategy, mask):
         raise Unproven(
             "its mask divides numbers of both positions, which flash-attn-4 is not known to do as torch does"
         )
@@ -64,7 +72,7 @@ def emit(cx: Scope, frame: Frame, operands: Sequence[fx.Node], lifted: Lifted, m
         pair_form(mask).pairs,
         bool(mask),
         scale,
-        BACKENDS[cx.strategy],
+        BACKENDS[strategy],
     )
 
 

@@ -73,6 +73,7 @@ class Records:
     attention_masks: dict[fx.Node, str] = field(default_factory=dict)
     emitted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     validity: dict[Frame, list[Value | None]] = field(default_factory=dict)
+    strategies: set[str] = field(default_factory=set)  # how attention is computed; "auto" is left to the operator
 
 
 @dataclass
@@ -86,10 +87,13 @@ class PackedGraph:
     records: Records
 
 
-def pack(graph: NormalGraph, roles: Roles, *, strategy: str) -> PackedGraph:
-    """Rewrite ``graph`` onto packed tokens as far as the rules prove it exact."""
+def pack(graph: NormalGraph, roles: Roles, *, strategy: str, compiled: bool = True) -> PackedGraph:
+    """Rewrite ``graph`` onto packed tokens as far as the rules prove it exact.
+
+    ``compiled``: whether Inductor will compile the result; only then may it call FlexAttention.
+    """
     records = Records()
-    scope = Scope(graph.module, roles, records, strategy)
+    scope = Scope(graph.module, roles, records, strategy, compiled)
     scope.run()
     return scope.finish()
 
@@ -107,6 +111,7 @@ class Scope:
         roles: Roles,
         records: Records,
         strategy: str,
+        compiled: bool,
         parent: Scope | None = None,
         arguments: Sequence[Any] = (),
     ) -> None:
@@ -114,6 +119,7 @@ class Scope:
         self.roles = roles
         self.records = records
         self.strategy = strategy
+        self.compiled = compiled
         self.parent = parent
         self.arguments = list(arguments)
         self.graph = fx.Graph()
@@ -452,7 +458,7 @@ class Scope:
 
     def _checkpoint(self, node: fx.Node) -> Any:
         body = self.lookup(node.args[0])
-        inner = Scope(body, self.roles, self.records, self.strategy, self, self.lookup(node.args[1:]))
+        inner = Scope(body, self.roles, self.records, self.strategy, self.compiled, self, self.lookup(node.args[1:]))
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
         inner.callers = dict(zip(placeholders, node.args[1:], strict=True))  # type: ignore[arg-type]
         inner.run()

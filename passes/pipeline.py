@@ -51,8 +51,13 @@ class Analysis:
     packed_attentions: int = 0
 
 
-def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], *, strategy: str = "auto") -> Analysis:
-    """Run the passes on a Dynamo graph. Never raises for an unsupported graph: the result says why."""
+def analyse(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, strategy: str = "auto", compiled: bool = True
+) -> Analysis:
+    """Run the passes on a Dynamo graph. Never raises for an unsupported graph: the result says why.
+
+    ``strategy`` is the option "attention"; ``compiled`` says whether Inductor will compile the rewritten graph.
+    """
     try:
         effects.check_dynamo_graph(gm)
         normal = normalize(gm, example_inputs)
@@ -64,7 +69,7 @@ def analyse(gm: fx.GraphModule, example_inputs: Sequence[Any], *, strategy: str 
     if not links.attentions:
         return Analysis(has_attention=False, normal=normal)
     roles = find_roles(normal, links)
-    graph = pack(normal, roles, strategy=strategy)
+    graph = pack(normal, roles, strategy=strategy, compiled=compiled)
     _artifact("packed", graph.module)
     result = Analysis(True, costly_reasons(links, graph), normal, roles, SymbolTable(normal.module))
     result.operations = sum(flops(node) for node in links.nodes)
