@@ -13,8 +13,9 @@ TYPES := build/types/dualkv_compile
 demo: $(INSTALLED)
 	$(BIN)/dualkv-compile demo $(ARGS)
 
+# One process per core and one thread each: most of the time goes into tracing and compiling.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n auto --maxprocesses 8 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

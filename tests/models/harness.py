@@ -38,7 +38,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Pr
     if name == "llama":
         config: Any = LlamaConfig(**common)
     elif name == "qwen3":
-        config = Qwen3Config(head_dim=8, **common)
+        config = Qwen3Config(**{"head_dim": 8, **common})
     elif name == "mistral":
         config = MistralConfig(sliding_window=6, head_dim=8, **common)
     elif name == "gpt2":
