@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
+from attention_table.cases import RAGGED, Case
 from dualkv_compile import PrefixPlan
 from dualkv_compile.kernels.block_mask import block_mask
 from dualkv_compile.kernels.pair_mask import pair_vectors
@@ -36,23 +36,7 @@ MASKS = {
 }
 
 
-def rows(prompts: list[int], responses: list[int]) -> tuple[Tensor, Tensor]:
-    """Token ids [B, S], and which of them are there."""
-    generator = torch.Generator().manual_seed(0)
-    width = max(prompts) + max(responses)
-    ids, keep = [], []
-    for prompt in prompts:
-        head = torch.randint(0, 150_000, (prompt,), generator=generator)
-        for response in responses:
-            tail = torch.randint(0, 150_000, (width - prompt,), generator=generator)
-            ids.append(torch.cat([head, tail]))
-            keep.append(torch.arange(width) < prompt + response)
-    return torch.stack(ids), torch.stack(keep)
-
-
-def trees() -> dict[str, tuple[Tensor, Tensor]]:
-    spread = torch.linspace(131, 2048, 16).int().tolist()
-    return {"one prompt": rows([32_768], [2_750] * 28), "four prompts": rows([8_190, 8_192, 7_900, 8_001], spread)}
+TREES = {"one prompt": Case("one prompt", (32_768,), (2_750,) * 28), "four prompts": RAGGED}
 
 
 def measure(function: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
@@ -82,8 +66,8 @@ def main() -> None:
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     results = []
-    for tree, (ids, keep) in trees().items():
-        ids, keep = ids.to(device), keep.to(device)
+    for tree, case in TREES.items():
+        ids, keep = (x.to(device) for x in case.grid(torch.Generator().manual_seed(0)))
         plan = PrefixPlan.from_rows(ids, keep=keep)
         vectors = [plan.column >= 7, plan.column.long() // 3000]
 

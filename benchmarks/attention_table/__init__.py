@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/kernel_table.py``."""
