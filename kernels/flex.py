@@ -49,7 +49,6 @@ _LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
-_LN2 = math.log(2.0)
 
 
 def _rescales_flash() -> bool:
@@ -166,7 +165,9 @@ def attend(
     assert aux.lse is not None
     lse = aux.lse.detach()
     if backend == "FLASH" and _RESCALES_FLASH:
-        lse = lse / _LN2
+        # ln 2 as a literal: with dynamic=True Dynamo makes a number read from a global an input of the graph, and does
+        # not find it again in the next checkpoint body.
+        lse = lse / 0.6931471805599453
     if blind:
         out = torch.where(lse.unsqueeze(-1) > -math.inf, out, 0.0)
     return out, lse if with_lse else None

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None, policy: P
         console.print(f"FAILED {failure}", style="bold red", markup=False)
     verdict = "results differ" if failures else "all ways agree"
     console.print(
-        f"{verdict} (loss to {report.LOSS_TOLERANCE:g}, gradients to {report.GRADIENT_TOLERANCE:g}); "
+        f"{verdict} (loss to {report.LOSS_TOLERANCE:g}, gradients to {report.gradient_tolerance(results):.1e}); "
         f"{seconds:.0f} s in total"
     )
     return 1 if failures else 0
