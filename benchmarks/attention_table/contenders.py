@@ -69,11 +69,15 @@ def owned(out: Tensor, plan: PrefixPlan) -> Tensor:
 
 @dataclass(frozen=True)
 class Contender:
-    """``attend`` takes the operands of its kind (packed or replicated) and returns attention in the layout of q."""
+    """``attend`` takes the operands of its kind (packed or replicated) and returns attention in the layout of q.
+
+    ``largest``: the most numbers q may hold.
+    """
 
     name: str
     packed: bool
     attend: Callable[[Operands, PrefixPlan], Tensor]
+    largest: int | None = None
 
 
 def _ours(strategy: str) -> Contender:
@@ -97,12 +101,15 @@ def _flash4(operands: Operands, plan: PrefixPlan) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
+#: FA2 or flash-attn-4, one of them, made an illegal memory access beyond (torch 2.11, flash-attn-4 4.0.0b36).
+_LARGEST = 2**31
+
 #: The first replicated one is what all others are compared with, in time and in values.
 CUDA = (
     Contender("cudnn", False, partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
     *map(_ours, ("dense", "flex", "flex_flash")),
-    Contender("fa2", False, partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-    Contender("fa4", False, _flash4),
+    Contender("fa2", False, partial(_sdpa, SDPBackend.FLASH_ATTENTION), _LARGEST),
+    Contender("fa4", False, _flash4, _LARGEST),
 )
 CPU = (Contender("sdpa", False, partial(_sdpa, None)), *map(_ours, ("regions", "blocks")))
 

@@ -166,6 +166,10 @@ class CaseRunner:
                 row.error = f"not tried again: {self.history.failed[contender.name]}"
             elif operands is None:
                 row.error = problem
+            elif contender.largest is not None and operands.q.numel() > contender.largest:
+                row.error = (
+                    f"left out: q of {operands.q.numel():,} numbers, it is not safe beyond {contender.largest:,}"
+                )
             else:
                 entries.append(_Entry(contender, operands, row))
         return entries

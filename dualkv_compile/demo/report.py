@@ -51,7 +51,8 @@ def failures(results: Sequence[Measurement], stats: Mapping[str, Any]) -> list[s
             found.append(f"{result.way}: the loss differs from eager by {difference:.2e}")
         if not result.gradient_difference <= allowed:
             found.append(
-                f"{result.way}: gradients differ from eager by {result.gradient_difference:.2e}, more than {allowed:.2e}"
+                f"{result.way}: gradients differ from eager by {result.gradient_difference:.2e}, not by {allowed:.2e}"
+                " at most"
             )
     if any(result.way == BACKEND for result in results) and (
         not stats.get("packed_calls") or stats["packed_calls"] != stats["calls"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -90,3 +91,15 @@ def test_full_sizes_need_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit):
         kernel_table.main([])
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_contender_that_is_not_safe_at_a_size_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = kernel_table.available(torch.device("cpu"))
+    small = dataclasses.replace(listed[0], name="small", largest=10)
+    monkeypatch.setattr(kernel_table, "available", lambda _: (*listed, small))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = ["--quick", "--runs", "1", "--cases", "tree", "--contenders", "sdpa,small"]
+    assert kernel_table.main(options) == 0
+    assert "small: left out: q of" in capsys.readouterr().out
