@@ -76,7 +76,7 @@ def packed_attention(
     check_repeatable(attention)
     if attention == "auto" and q.device.type == "cuda" and not torch.compiler.is_compiling():
         sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-        attention = choose(Workload.of(q.device, flex.compute_dtype(q), *sizes, ""))
+        attention = choose(Workload.of(q.device, flex.compute_dtype(q), *sizes))
     if attention in flex.BACKENDS:
         out, _ = flex_compiled.run(q, k, v, *tree, scale=factor, strategy=attention)
     else:

@@ -86,6 +86,7 @@ class PrefixPlan:
     column: Tensor  # int32 [T]
     end: Tensor  # int32 [T]
     nodes: Tensor  # int64 [M, 3] on the CPU: start, stop, query_stop; together they cover [0, T) in order
+    visible: Tensor | None = None  # int64 [N, 3] on the CPU: `nodes` cut to runs of keys that can be seen, if asked for
     _owned: BoolArray | None = field(default=None, repr=False)  # [B, S] by rank: is a token; None: no position dropped
 
     @staticmethod
@@ -380,16 +381,23 @@ class Fetched(NamedTuple):
     flags: list[bool]
     lcp: npt.NDArray[np.int32]  # [B, B], see `pairwise_lcp`
     keep: BoolArray | None  # [B, S]
+    valid: BoolArray | None  # [B, S]
 
 
-def fetch(bits: Sequence[Tensor], keep: Tensor | None, flags: Sequence[Tensor] = ()) -> Fetched:
-    """Compares the rows on their device; brings the result, ``keep`` and the bool scalars ``flags`` in one transfer."""
+def fetch(
+    bits: Sequence[Tensor], keep: Tensor | None, flags: Sequence[Tensor] = (), valid: Tensor | None = None
+) -> Fetched:
+    """Compares the rows on their device; brings the result, the bool ``keep`` and ``valid`` ``[B, S]`` and the bool
+    scalars ``flags`` in one transfer.
+    """
     lcp = pairwise_lcp(bits)
-    parts = [flag.reshape(1) for flag in flags] + ([] if keep is None else [keep.reshape(-1)])
-    host = torch.cat([lcp.view(torch.uint8).reshape(-1), *(part.view(torch.uint8) for part in parts)]).cpu().numpy()
-    pairs, rest = host[: 4 * lcp.numel()], host[4 * lcp.numel() :]
-    kept = None if keep is None else rest[len(flags) :].astype(np.bool_).reshape(keep.shape)
-    return Fetched([bool(flag) for flag in rest[: len(flags)]], pairs.view(np.int32).reshape(lcp.shape), kept)
+    parts = [lcp.view(torch.uint8), *flags, *(mask for mask in (keep, valid) if mask is not None)]
+    flat = [part.reshape(-1).view(torch.uint8) for part in parts]
+    pairs, *rest = np.split(torch.cat(flat).cpu().numpy(), np.cumsum([part.numel() for part in flat])[:-1])
+    told = [bool(flag[0]) for flag in rest[: len(flags)]]
+    masks = iter(rest[len(flags) :])
+    kept, seen = (None if x is None else next(masks).astype(np.bool_).reshape(x.shape) for x in (keep, valid))
+    return Fetched(told, pairs.view(np.int32).reshape(lcp.shape), kept, seen)
 
 
 def _from_rows(
@@ -415,6 +423,7 @@ def build_plan(
     keep: Tensor | None = None,
     kept: BoolArray | None = None,
     on_device: bool | None = None,
+    valid: BoolArray | None = None,
 ) -> PrefixPlan:
     """The plan's tensors from the order of the rows; does not synchronise.
 
@@ -426,6 +435,7 @@ def build_plan(
         keep: bool ``[B, S]`` on that device, or None.
         kept: the same on the host.
         on_device: as in ``_from_rows``.
+        valid: bool ``[B, S]`` on the host, the keys that queries may see, equal wherever rows share; for ``visible``.
     """
     # Everything below, `end` included, follows from the edited prefixes: the minimum over a range of ranks commutes
     # with the editing, so this is again a tree.
@@ -462,6 +472,7 @@ def build_plan(
             column=column,
             end=end,
             nodes=torch.from_numpy(nodes),
+            visible=None if valid is None else torch.from_numpy(_visible(layout, owned, valid)),
             _owned=owned,
         )
 
@@ -476,6 +487,21 @@ class _Layout(NamedTuple):
     rank_starts: IntArray  # [B] first packed token of each rank
     spans: IntArray  # [N, 4] see `_tree`
     lengths: IntArray  # [N] packed tokens of each span
+
+
+def _visible(layout: _Layout, owned: BoolArray | None, valid: BoolArray) -> IntArray:
+    """(start, stop, query_stop) of every run of tokens of one node that are ``valid`` [B, S], in their order."""
+    runs: list[tuple[int, int, int]] = []
+    stops = np.append(layout.rank_starts, layout.tokens)
+    at = 0
+    for (first, last, start, stop), length in zip(layout.spans.tolist(), layout.lengths.tolist(), strict=True):
+        seen = valid[layout.order[first], start:stop]
+        if owned is not None:
+            seen = seen[owned[first, start:stop]]
+        borders = np.flatnonzero(np.diff(np.concatenate([[False], seen, [False]]).astype(np.int8)))
+        runs += [(at + a, at + b, int(stops[last])) for a, b in borders.reshape(-1, 2).tolist()]
+        at += length
+    return np.asarray(runs, dtype=np.int64).reshape(-1, 3)
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # token, inverse, rank, column, end

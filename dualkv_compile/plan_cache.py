@@ -49,9 +49,16 @@ class PlanCache:
             self._entries.clear()
 
     def get(
-        self, keys: Tensor | Sequence[Tensor], min_shared: int = 64, keep: Tensor | None = None
+        self,
+        keys: Tensor | Sequence[Tensor],
+        min_shared: int = 64,
+        keep: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> tuple[PrefixPlan, int]:
         """The plan ``PrefixPlan.from_rows`` makes of these arguments, and how many device synchronisations it took.
+
+        ``valid``: bool ``[B, S]``, the keys that queries may see; it counts as one more key, and the plan has
+        ``visible``.
 
         On the CPU none. On another device one, hit or miss: the comparison with the cached entries and the comparison
         of the rows with each other are both enqueued, and one transfer brings both results. (On a hit the latter is
@@ -61,22 +68,23 @@ class PlanCache:
         Raises:
             InputError: as ``PrefixPlan.from_rows``.
         """
-        tensors = check_keys(keys, min_shared, keep)
-        return self._get(tensors, min_shared, keep, on_device=tensors[0].device.type != "cpu")
+        given = keys if valid is None else [*([keys] if isinstance(keys, Tensor) else keys), valid]
+        tensors = check_keys(given, min_shared, keep)
+        return self._get(tensors, min_shared, keep, tensors[0].device.type != "cpu", valid)
 
     def _get(
-        self, tensors: list[Tensor], min_shared: int, keep: Tensor | None, on_device: bool
+        self, tensors: list[Tensor], min_shared: int, keep: Tensor | None, on_device: bool, valid: Tensor | None = None
     ) -> tuple[PrefixPlan, int]:
         """``get`` for checked keys (``keep`` among them); ``on_device`` True works on any device."""
         device, columns = tensors[0].device, tensors[0].shape[1]
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         described = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        signature = (described, keep is not None, device, stream, min_shared)
+        signature = (described, keep is not None, valid is not None, device, stream, min_shared)
         with self._lock:
             bits = key_bits(tensors)
             known = [entry for entry in reversed(self._entries) if entry.signature == signature]
             if on_device:
-                fetched = fetch(bits, keep, [_equal(bits, entry.bits) for entry in known])
+                fetched = fetch(bits, keep, [_equal(bits, entry.bits) for entry in known], valid)
                 hit = next((entry for entry, same in zip(known, fetched.flags, strict=True) if same), None)
             else:
                 hit = next((entry for entry in known if all(map(torch.equal, bits, entry.bits))), None)
@@ -85,10 +93,11 @@ class PlanCache:
                 self._entries.append(hit)
                 return hit.plan, int(on_device)
             if on_device:
-                rows, kept = order_pairs(fetched.lcp), fetched.keep
+                rows, kept, seen = order_pairs(fetched.lcp), fetched.keep, fetched.valid
             else:
-                rows, kept = order_rows(bits), None if keep is None else keep.numpy()
-            plan = build_plan(rows, columns, min_shared, device, keep, kept, on_device)
+                rows = order_rows(bits)
+                kept, seen = (None if x is None else x.numpy() for x in (keep, valid))
+            plan = build_plan(rows, columns, min_shared, device, keep, kept, on_device, seen)
             copies = [key.clone(memory_format=torch.contiguous_format) for key in bits]
             self._entries = [*self._entries, _Entry(signature, copies, plan)][-self._limit :]
             return plan, int(on_device)

@@ -45,8 +45,12 @@ class Batch:
         self._cache = PlanCache()
         self._static_plans: dict[tuple[Any, ...], PrefixPlan] = {}
         self._keep: Callable[..., torch.Tensor] | None = None
+        self._valid: Callable[..., torch.Tensor] | None = None
         if options.padding == "drop" and records_validity is not None:
             self._keep = value_function(analysis.normal.module, records_validity.source)
+        visible = analysis.packed.records.visible.get(frame) if analysis.packed is not None else None
+        if visible is not None:
+            self._valid = value_function(analysis.normal.module, visible.source)
 
     def plan(self, args: Sequence[Any]) -> tuple[PrefixPlan, int]:
         """The tree of this call's rows, and how often the device had to be waited for."""
@@ -54,7 +58,7 @@ class Batch:
         columns = self._symbols.evaluate(self.frame.columns, args)
         device = _device(args)
         heads = [self._head(root, rows, args) for root in self._static]
-        if not self._data and self._keep is None and len(set(heads)) == 1:
+        if not self._data and self._keep is None and self._valid is None and len(set(heads)) == 1:
             key = (heads[0], columns, device)
             if key not in self._static_plans:
                 groups, shared = heads[0]
@@ -65,7 +69,8 @@ class Batch:
         keys = [args[root.input_index].detach() for root in self._data if root.input_index is not None]
         keys.extend(_surrogate(groups, shared, columns, device) for groups, shared in heads)
         keep = None if self._keep is None else self._keep(*args).bool()
-        return self._cache.get(keys, min_shared=self._options.min_shared, keep=keep)
+        valid = None if self._valid is None else self._valid(*args).bool()
+        return self._cache.get(keys, min_shared=self._options.min_shared, keep=keep, valid=valid)
 
     def _head(self, root: Root, rows: int, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
         assert root.groups is not None and root.shared is not None

@@ -6,9 +6,12 @@ torch ships (:mod:`~dualkv_compile.kernels.fused`); one pass over memory merges 
 runs with the merged ``out`` and the merged ``lse``, which makes its probabilities the true ones, and the gradients add
 up, in float32 and again in one pass.
 
+Keys that no query sees are no nodes: the table then has gaps, and queries that see nothing at all get out 0, lse -inf
+and gradient 0.
+
 Operands are read where they lie: a call's queries and keys are strided views of the packed tokens, or, if ragged
-segments are not neighbours, one gathered copy. Nothing synchronises. Every query sees at least itself, so no query is
-without keys; mask expressions are not supported.
+segments are not neighbours, one gathered copy. Nothing synchronises. Mask expressions are
+not supported.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def forward(
         k: ``[1, Hk, T, D]``.
         v: ``[1, Hk, T, D]``.
         column: not needed: within a node, tokens are in the order of their columns.
-        nodes: int64 ``[M, 3]`` on the CPU.
+        nodes: int64 ``[M, 3]`` on the CPU; tokens outside of all nodes are keys of nobody.
         vectors: not needed without a mask expression.
         expression: None.
         scale: factor on the scores, > 0.
@@ -90,9 +93,8 @@ def forward(
         outs.append(out)
         lses.append(lse)
     if not calls:
-        return _operator_layout(q.new_empty(q.shape)), q.new_empty(
-            (1, q.shape[1], 0), dtype=accumulation_dtype(q.dtype)
-        )
+        nothing = q.new_full((1, q.shape[1], tokens), -torch.inf, dtype=accumulation_dtype(q.dtype))
+        return _operator_layout(q.new_zeros(q.shape)), nothing
     out, lse = merge_rows(outs, lses, [call.queries.rows for call in calls], tokens)
     return _operator_layout(out), lse.unsqueeze(0)
 
@@ -147,7 +149,7 @@ def backward(
             )
         parts.append(grads)
     if not calls:
-        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     else:
         query_rows, key_rows = [call.queries.rows for call in calls], [call.keys.rows for call in calls]
         grad_q = sum_rows([part[0] for part in parts], query_rows, tokens)

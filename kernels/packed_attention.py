@@ -8,7 +8,9 @@
   ``rank[k] <= rank[q] < end[k] and column[k] <= column[q]`` and the mask expression holds.
 - ``nodes``: int64 ``[M, 3]`` on the CPU, the same tree as ranges of packed tokens (start, stop, query_stop).
 - ``vectors``, ``mask``: what :mod:`dualkv_compile.kernels.predicate` describes; ``""`` for no extra term.
-- ``strategy``: ``"auto"``, ``"regions"`` (CPU), ``"dense"`` (CUDA, no mask expression) or ``"blocks"`` (anything).
+- ``strategy``: ``"auto"``, ``"regions"`` (CPU), ``"dense"`` (CUDA, no mask expression) or ``"blocks"`` (anything);
+  ``"dense_visible"`` is ``"dense"`` for a mask that hides the same keys from all queries, which ``nodes`` must then
+  leave out (``PrefixPlan.visible``): the mask itself is not read.
 - ``out [1, H, T, Dv]`` in the dtype of q, ordered by token in memory; ``lse [1, H, T]``, natural log, float32 (float64
   for float64), without gradient. Queries that see no key have out 0, lse -inf and gradient 0.
 
@@ -30,7 +32,7 @@ from dualkv_compile.kernels import blocks, dense, regions
 from dualkv_compile.kernels.merge import accumulation_dtype
 from dualkv_compile.kernels.predicate import Expression, from_text, validate
 
-STRATEGIES = ("auto", "regions", "dense", "blocks")
+STRATEGIES = ("auto", "regions", "dense", "dense_visible", "blocks")
 
 _TREE = "Tensor rank, Tensor column, Tensor end, Tensor nodes, Tensor[] vectors, str mask, float scale, str strategy"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -72,6 +74,7 @@ _EXPECTED = {
     "dense": "CUDA tensors (compute capability 8.0 or later) of one dtype, float16 or bfloat16, with Dv == D, D a "
     "multiple of 8 and at most 256, a positive scale and no mask expression",
 }
+_EXPECTED["dense_visible"] = _EXPECTED["dense"]
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, expression: Expression | None, scale: float, strategy: str) -> str:
@@ -89,6 +92,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, expression: Expression | None, scale
     }
     if strategy == "auto":
         return next(name for name in able if able[name])
+    if strategy == "dense_visible":
+        able[strategy] = dense.supported(q, k, v, scale, None)
     if not able[strategy]:
         raise InputError(
             f"packed_attention: strategy {strategy!r} expected {_EXPECTED[strategy]}, got {q.dtype}, {k.dtype}, "
@@ -133,8 +138,8 @@ def _forward(
     chosen = choose(q, k, v, expression, scale, strategy)
     if chosen == "regions":
         return regions.forward(q, k, v, column, nodes, vectors, expression, scale)
-    if chosen == "dense":
-        return dense.forward(q, k, v, column, nodes, vectors, expression, scale)
+    if chosen in ("dense", "dense_visible"):
+        return dense.forward(q, k, v, column, nodes, (), None, scale)
     return blocks.forward(q, k, v, rank, column, end, nodes, vectors, expression, scale)
 
 
@@ -158,8 +163,8 @@ def _backward(
     chosen = choose(q, k, v, expression, scale, strategy)
     if chosen == "regions":
         return regions.backward(grad_out, q, k, v, out, lse, column, nodes, vectors, expression, scale)
-    if chosen == "dense":
-        return dense.backward(grad_out, q, k, v, out, lse, column, nodes, vectors, expression, scale)
+    if chosen in ("dense", "dense_visible"):
+        return dense.backward(grad_out, q, k, v, out, lse, column, nodes, (), None, scale)
     return blocks.backward(grad_out, q, k, v, out, lse, rank, column, end, nodes, vectors, expression, scale)
 
 

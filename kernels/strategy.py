@@ -43,7 +43,8 @@ TRIAL_SECONDS = 300.0
 class Workload:
     """A class of attention calls that one choice serves.
 
-    ``device``: its index. ``dtype``: without "torch.". ``masked``: whether there are terms beside the tree.
+    ``device``: its index. ``dtype``: without "torch.". ``mask``: "none"; "keys" if beside the tree it only hides the
+    same keys from all queries (padding), which the plan knows; or "any".
     ``repeatable``: whether gradients must be the same, bit for bit, in every run.
     """
 
@@ -53,18 +54,24 @@ class Workload:
     kv_heads: int
     head_dim: int
     value_dim: int
-    masked: bool
+    mask: str
     repeatable: bool
 
     @staticmethod
     def of(
-        device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, value_dim: int, mask: str
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        mask: str = "none",
     ) -> Workload:
         """The class of calls with these operands under torch's present deterministic mode."""
         index = torch.cuda.current_device() if device.index is None else device.index
         repeatable = torch.are_deterministic_algorithms_enabled()
         name = str(dtype).removeprefix("torch.")
-        return Workload(index, name, heads, kv_heads, head_dim, value_dim, bool(mask), repeatable)
+        return Workload(index, name, heads, kv_heads, head_dim, value_dim, mask, repeatable)
 
 
 def candidates(workload: Workload, mask: str = "") -> tuple[str, ...]:
@@ -83,7 +90,7 @@ def candidates(workload: Workload, mask: str = "") -> tuple[str, ...]:
         and flex.expressible("flex_flash", mask)
     ):
         found.append("flex_flash")
-    if half and equal and not workload.masked and fused.flash_usable(device, workload.head_dim):
+    if half and equal and workload.mask != "any" and fused.flash_usable(device, workload.head_dim):
         found.append("dense")
     if workload.dtype != "float64" and min(workload.head_dim, workload.value_dim) >= 16:
         found.append("flex")

@@ -19,16 +19,22 @@ from dualkv_compile.kernels import flex, flex_compiled, reference
 from dualkv_compile.kernels.packed_attention import packed_attention
 from dualkv_compile.kernels.strategy import Trial, Workload
 from dualkv_compile.plan import PrefixPlan
+from dualkv_compile.plan_cache import PlanCache
 
 #: Largest root mean square of the error, relative to that of the right value: two roundings of the dtype, where correct
 #: kernels stay under one. For float32 enough to tell it from tf32.
 TOLERANCE = {"float16": 2e-3, "bfloat16": 8e-3, "float32": 2e-5}
 _RUNS = 7
+_PADDING = 5
 _MASK = "('k', 0)"  # which tokens are real
 
 
-def tree(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> PrefixPlan:
-    """Prompts of given lengths with responses of given lengths, as packed tokens."""
+def tree(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> tuple[PrefixPlan, Tensor]:
+    """Prompts of given lengths with responses of given lengths, as packed tokens; and which of them are real.
+
+    The first tokens of every row are padding: they see no key, and nobody sees them. So is the last one of every third
+    row, which sees keys itself.
+    """
     columns = max(prompt + max(responses) for prompt, responses in groups)
     lengths = [prompt + response for prompt, responses in groups for response in responses]
     ids = torch.arange(len(lengths)).unsqueeze(1).repeat(1, columns) + len(groups)
@@ -37,7 +43,11 @@ def tree(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> P
         ids[row : row + len(responses), :prompt] = number
         row += len(responses)
     keep = torch.arange(columns) < torch.tensor(lengths).unsqueeze(1)
-    return PrefixPlan.from_rows(ids.to(device), min_shared=1, keep=keep.to(device))
+    valid = keep & (torch.arange(columns) >= _PADDING)
+    valid[::3] &= torch.arange(columns) < torch.tensor(lengths).unsqueeze(1)[::3] - 1
+    keep, valid = keep.to(device), valid.to(device)
+    plan, _ = PlanCache().get(ids.to(device), 1, keep, valid)
+    return plan, valid.flatten()[plan.token]
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, valid: Tensor | None) -> Tensor:
@@ -47,7 +57,11 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, valid: 
     scale = q.shape[-1] ** -0.5
     if name in flex.BACKENDS:
         return flex_compiled.run(q, k, v, *places, vectors, mask, scale=scale, strategy=name)[0]
-    return packed_attention(q, k, v, *places, plan.nodes, vectors, mask, scale=scale, strategy=name)[0]
+    nodes = plan.nodes
+    if name == "dense" and valid is not None:
+        assert plan.visible is not None
+        name, nodes = "dense_visible", plan.visible
+    return packed_attention(q, k, v, *places, nodes, vectors, mask, scale=scale, strategy=name)[0]
 
 
 def operands(workload: Workload, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,9 +84,8 @@ def worst_error(name: str, workload: Workload) -> float:
     worst = 0.0
     # Two sizes, so that a kernel compiled for any size is also used at another one.
     for groups in ([(300, (131, 60, 5)), (77, (200, 1))], [(513, (64, 129, 250, 33))]):
-        plan = tree(groups, device)
-        # The first tokens are padding: they see no key, and no key of theirs is seen.
-        valid = torch.arange(plan.tokens, device=device) >= 5 if workload.masked else None
+        plan, real = tree(groups, device)
+        valid = None if workload.mask == "none" else real
         q, k, v, grad = operands(workload, plan.tokens)
         out = attend(name, q, k, v, plan, valid)
         grads = torch.autograd.grad(out, (q, k, v), grad)
@@ -92,8 +105,8 @@ def worst_error(name: str, workload: Workload) -> float:
 
 def milliseconds(name: str, workload: Workload) -> float:
     """Median time of forward and backward: a prompt of 4096 tokens with 16 responses of 1024."""
-    plan = tree([(4096, (1024,) * 16)], torch.device("cuda", workload.device))
-    valid = torch.arange(plan.tokens, device=plan.rank.device) >= 5 if workload.masked else None
+    plan, real = tree([(4096, (1024,) * 16)], torch.device("cuda", workload.device))
+    valid = None if workload.mask == "none" else real
     q, k, v, grad = operands(workload, plan.tokens)
     times = []
     for run in range(_RUNS + 3):

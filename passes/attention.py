@@ -23,7 +23,7 @@ from dualkv_compile.passes.mask import Lifted, lift
 from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
 from dualkv_compile.passes.registry import register
-from dualkv_compile.passes.values import Dim, Size, Value, same
+from dualkv_compile.passes.values import Dim, Frame, Size, Value, same
 
 aten = torch.ops.aten
 _LAYOUT = (Dim.ROW, Dim.FEATURE, Dim.COLUMN, Dim.FEATURE)
@@ -71,13 +71,20 @@ def attention(
     (key_node, kv_heads), (value_node, _) = (_grouped(cx, part, heads) for part in (key, value))
     text = to_text(lifted.expression)
     operands = (cx.packed(query), key_node, value_node)
-    strategy = _strategy(cx, node, (heads, kv_heads, query.shape[3], value.shape[3]), text)
+    hides_keys_only = _hides_keys_only(cx, frame, lifted)
+    kind = "none" if not text else "keys" if hides_keys_only else "any"
+    strategy = _strategy(cx, node, (heads, kv_heads, query.shape[3], value.shape[3]), kind, text)
     cx.records.strategies.add(strategy)
     if strategy in BACKENDS and cx.compiled:
         check_operands(strategy, node.meta["val"].dtype, int(query.shape[3]), int(value.shape[3]))
         new = flex.emit(cx, frame, operands, lifted, text, float(scale), strategy)
     else:
-        tree = [cx.plan(frame, name) for name in ("rank", "column", "end", "nodes")]
+        nodes = "nodes"
+        if strategy == "dense" and kind == "keys":
+            assert lifted.validity is not None
+            cx.records.visible[frame] = lifted.validity
+            strategy, nodes = "dense_visible", "visible"
+        tree = [cx.plan(frame, name) for name in ("rank", "column", "end", nodes)]
         new = cx.emit(
             torch.ops.dualkv.packed_attention.default,
             *operands,
@@ -94,14 +101,24 @@ def attention(
     return result
 
 
-def _strategy(cx: Scope, node: fx.Node, sizes: tuple[Size, ...], mask: str) -> str:
+def _hides_keys_only(cx: Scope, frame: Frame, lifted: Lifted) -> bool:
+    """Whether the mask only hides the same keys from all queries, the same ones in all attentions of the batch."""
+    expression, validity = lifted.expression, lifted.validity
+    if expression is None or validity is None:
+        return False
+    leaf = expression[1] if expression[0] == "bool" else expression
+    known = cx.records.visible.get(frame, validity)
+    return bool(leaf[0] == "k") and known.source is validity.source
+
+
+def _strategy(cx: Scope, node: fx.Node, sizes: tuple[Size, ...], kind: str, mask: str) -> str:
     """The way to compute this attention; what "auto" means on a GPU is decided here, elsewhere by the operator."""
     val = node.meta["val"]
     # Beside Inductor's code FlexAttention is no choice, and the operator knows what is.
     if cx.strategy != "auto" or val.device.type != "cuda" or not cx.compiled:
         return cx.strategy
     heads, kv_heads, head_dim, value_dim = map(int, sizes)
-    return choose(Workload.of(val.device, val.dtype, heads, kv_heads, head_dim, value_dim, mask), mask)
+    return choose(Workload.of(val.device, val.dtype, heads, kv_heads, head_dim, value_dim, kind), mask)
 
 
 def _grouped(cx: Scope, part: Value, heads: Size) -> tuple[fx.Node, Size]:

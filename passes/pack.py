@@ -73,6 +73,7 @@ class Records:
     attention_masks: dict[fx.Node, str] = field(default_factory=dict)
     emitted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     validity: dict[Frame, list[Value | None]] = field(default_factory=dict)
+    visible: dict[Frame, Value] = field(default_factory=dict)  # which keys are to be left out of the plan's nodes
     strategies: set[str] = field(default_factory=set)  # how attention is computed; "auto" is left to the operator
 
 

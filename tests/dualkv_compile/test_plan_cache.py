@@ -187,3 +187,25 @@ def test_one_synchronisation_hit_or_miss(dropping: bool) -> None:
     )
     with torch.cuda.stream(torch.cuda.Stream()):
         assert cache.get(batches[0], 1, keep)[0] is not plans[0]  # ordered with another stream
+
+
+@pytest.mark.parametrize("with_keep", [False, True])
+def test_visible_nodes_are_the_same_on_a_device(with_keep: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 3, (6, 20), generator=generator)
+    valid = ids != 0
+    keep = ids != 1 if with_keep else None
+    here, _ = PlanCache().get(ids, 1, keep, valid)
+    cache = PlanCache()
+    there, _ = cache._get(check_keys([ids, valid], 1, keep), 1, keep, True, valid)
+    assert here.visible is not None
+    assert there.visible is not None
+    assert torch.equal(here.visible, there.visible)
+    covered = torch.zeros(here.tokens, dtype=torch.bool)
+    for start, stop, _ in here.visible.tolist():
+        covered[start:stop] = True
+    assert torch.equal(covered, valid.flatten()[here.token])
+    assert cache._get(check_keys([ids, valid], 1, keep), 1, keep, True, valid)[0] is there
+    other, _ = cache._get(check_keys([ids, ~valid], 1, keep), 1, keep, True, ~valid)
+    assert other is not there
+    assert PlanCache().get(ids, 1, keep)[0].visible is None

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dualkv_compile.errors import InputError
-from dualkv_compile.kernels import dense, regions
+from dualkv_compile.kernels import dense, fused, reference, regions
+from dualkv_compile.kernels import packed_attention as operator
 from dualkv_compile.kernels.fused import Gradients, Kernel, Offsets
 from dualkv_compile.kernels.packed_attention import packed_attention
 from dualkv_compile.kernels.rows import Rows, merge_rows, sum_rows
 from dualkv_compile.kernels.tree_cut import Worth
+from dualkv_compile.plan_cache import PlanCache
 from tests.kernels.helpers import TOLERANCE, TREES, Plan, assert_close, expect, group, make_plan, operands
+from tests.models.harness import assert_packed_and_exact, build, logits_step, rollouts, trie_size
 
 
 class Plain:
@@ -214,3 +217,64 @@ def test_refusals() -> None:
         packed_attention(q, k, v, *tree, scale=1.0, strategy="dense")
     with pytest.raises(InputError, match="no mask expression"):
         dense.forward(q, k, v, plan.column, plan.nodes, (), ("k", 0), 1.0, kernel=Plain(None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 7),
+    st.integers(1, 24),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 5]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_hidden_keys_are_left_out_of_the_nodes(
+    rows: int, columns: int, ids: int, hidden: int, stacks: bool, seed: int
+) -> None:
+    """Any tokens may be hidden, in the middle of rows too; hidden ones still query. One in ``hidden`` ids is."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = torch.randint(0, ids, (rows, columns), generator=generator)
+    valid = grid % hidden != 0
+    plan, _ = PlanCache().get(grid, 1, None, valid)
+    assert plan.visible is not None
+    seen = valid.flatten()[plan.token]
+    covered = torch.zeros(plan.tokens, dtype=torch.bool)
+    for start, stop, _ in plan.visible.tolist():
+        covered[start:stop] = True
+    assert torch.equal(covered, seen)
+    q, k, v, grad = (
+        torch.randn(1, heads, plan.tokens, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = reference.packed_attention(
+        q, k, v, plan.rank, plan.column, plan.end, 0.4, seen.unsqueeze(0)
+    )
+    expected_grads = torch.autograd.grad(expected, leaves, grad) if expected.requires_grad else ()
+    kernel = Plain(Worth(0.0, 0, 1) if stacks else None)
+    tree = (plan.column, plan.visible, (), None, 0.4, kernel)
+    q, k, v = (x.detach() for x in leaves)
+    out, lse = dense.forward(q, k, v, *tree)
+    grads = dense.backward(grad, q, k, v, out, lse, *tree)
+    assert_close([out, lse, *grads], [expected.detach(), expected_lse.detach(), *expected_grads], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padded_model_through_the_nodes_that_can_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph takes the plan's visible nodes instead of a mask; as it would on a GPU, but for the kernels."""
+    used: list[str] = []
+    choose = operator.choose
+
+    def noted(*args: object) -> str:
+        used.append(str(args[-1]))
+        return choose(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dense, "supported", lambda *_: True)
+    monkeypatch.setattr(fused, "FusedCuda", lambda device, head_dim: Plain(None))
+    monkeypatch.setattr(operator, "choose", noted)
+    batch = rollouts(prompts=(9, 12), group=3, shuffle=True, right_padding=(2, 0, 3))
+    tokens = trie_size(batch["input_ids"], batch["attention_mask"])
+    assert_packed_and_exact(build(name), batch, logits_step(), tokens=tokens, attention="dense")
+    assert set(used) == {"dense_visible"}
+    batch["attention_mask"][0] = 0
+    tokens = trie_size(batch["input_ids"], batch["attention_mask"])
+    assert_packed_and_exact(build(name), batch, logits_step(), tokens=tokens, attention="dense", mutant=False)

@@ -14,7 +14,7 @@ from dualkv_compile.errors import InputError
 from dualkv_compile.kernels import flex, fused, strategy
 from dualkv_compile.kernels.strategy import Chooser, Trial, Workload, candidates, try_in_process
 
-WORKLOAD = Workload(0, "bfloat16", 8, 2, 128, 128, masked=False, repeatable=False)
+WORKLOAD = Workload(0, "bfloat16", 8, 2, 128, 128, mask="none", repeatable=False)
 
 
 @pytest.fixture
@@ -44,9 +44,10 @@ class Trials:
     ("changes", "expected"),
     [
         ({}, ("flex_flash", "dense", "flex", "blocks")),
-        ({"masked": True}, ("flex_flash", "flex", "blocks")),
+        ({"mask": "any"}, ("flex_flash", "flex", "blocks")),
+        ({"mask": "keys"}, ("flex_flash", "dense", "flex", "blocks")),
         ({"repeatable": True}, ("dense", "flex", "blocks")),
-        ({"masked": True, "repeatable": True}, ("flex", "blocks")),
+        ({"mask": "any", "repeatable": True}, ("flex", "blocks")),
         ({"head_dim": 80, "value_dim": 80}, ("dense", "flex", "blocks")),
         ({"value_dim": 64}, ("flex", "blocks")),
         ({"head_dim": 8, "value_dim": 8}, ("dense", "blocks")),
@@ -61,7 +62,7 @@ def test_candidates(changes: dict[str, object], expected: tuple[str, ...]) -> No
 @pytest.mark.usefixtures("hopper")
 def test_mask_that_flash_cannot_express() -> None:
     mask = "('eq', ('floordiv', ('sub', ('qcol',), ('kcol',)), ('const', 4)), ('const', 0))"
-    assert candidates(replace(WORKLOAD, masked=True), mask) == ("flex", "blocks")
+    assert candidates(replace(WORKLOAD, mask="any"), mask) == ("flex", "blocks")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -75,7 +76,7 @@ def test_the_fastest_is_chosen_once_and_remembered(tmp_path: Path) -> None:
     assert Chooser(silent, store).choose(WORKLOAD) == "dense"
     assert silent.asked == []
     again = Trials(flex_flash=1.0, flex=2.0)
-    assert Chooser(again, store).choose(replace(WORKLOAD, masked=True)) == "flex_flash"
+    assert Chooser(again, store).choose(replace(WORKLOAD, mask="any")) == "flex_flash"
     assert again.asked == ["flex_flash", "flex"]
 
 
