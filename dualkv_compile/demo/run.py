@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None, policy: P
             progress.update(task, advance=1, description=now)
             if not console.is_terminal:
                 console.print(f"{time.perf_counter() - started:5.0f} s  {now}", highlight=False)
+                console.file.flush()
 
         results = measure(policy.model, batch, ways, arguments.repeats, report_step)
         progress.update(task, completed=2 + steps(ways, arguments.repeats), description="done")
