@@ -609,5 +609,7 @@ def _validity(question: _Question, terms: list[Expr]) -> Value | None:
         return None
     leaf = found[0] if found[0][0] == "k" else found[0][1]
     owner, _ = question.vectors[leaf[1]]
-    # A value inside a checkpoint body cannot be computed from the graph's inputs alone.
-    return question.sources[leaf[1]] if owner.parent is None else None
+    source = question.sources[leaf[1]]
+    # A value inside a checkpoint body cannot be computed from the graph's inputs alone, and only a value of the grid's
+    # own shape (not ``[B, 1, 1, S]``) says of each position whether it is a token.
+    return source if owner.parent is None and source.tags == (Dim.ROW, Dim.COLUMN) else None
