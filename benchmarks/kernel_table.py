@@ -10,9 +10,9 @@ ships them, and flash-attn-4. Ragged rows are padded on the right for those, as 
 projections leave them, token by token.
 
 Times are medians of runs in turn, forward and backward apart, without the launches. TFLOP/s count executed work:
-4 * pairs * heads * D, causal halves as halves, 2.5 times that backward; "of ceiling" is against the large matrix
-product measured in the same process. "peak" is a contender's own operands and all it allocates. "diff" is the relative
-RMS difference of the output from that of the first replicated contender.
+4 * pairs * heads * D, causal halves as halves, 2.5 times that backward; "of ceiling" is against a large matrix
+product timed in turn with the contenders. "peak" is a contender's own operands and all it allocates. "diff" is the
+relative RMS difference of the output from that of the first replicated contender.
 """
 
 from __future__ import annotations
@@ -126,14 +126,15 @@ def main(arguments: list[str] | None = None) -> int:
         dtype, history = getattr(torch, name), History()
         header["ceilings"][name] = found = ceilings(device, dtype, args.quick)
         console.print(
-            f"{name}: matrix product {found['matmul_tflops']:,.1f} TFLOP/s, copy {found['copy_gb_per_s']:,.0f} GB/s"
+            f"{name}, idle device: matrix product {found['matmul_tflops']:,.1f} TFLOP/s, "
+            f"copy {found['copy_gb_per_s']:,.0f} GB/s"
         )
         for place, batch in enumerate(batches):
             share = weights[place] / (sum(weights[place:]) + sum(weights) * (len(dtypes) - number - 1))
             results.append(empty_result(batch, dtype))
             runner = CaseRunner(device, sizes, dtype, batch, contenders, args.replicated_limit, history)
             try:
-                runner.run(results[-1], args.runs, lambda share=share: share * budget.left(), found["matmul_tflops"])
+                runner.run(results[-1], args.runs, lambda share=share: share * budget.left(), int(found["matmul_size"]))
                 device.release()
             except DeviceLostError as error:
                 lost = True

@@ -16,8 +16,8 @@ Reading the keys costs one device synchronisation (none on the CPU); everything 
 tables of a few numbers per row.
 
 Sizes it is made for: B <= 512 rows, S <= 16,384 columns, some 32 bytes of keys per position. Nothing breaks beyond, but
-the cost on a device grows with ``B * B * S`` (all pairs of rows are compared). Memory: about 50 bytes per grid position
-while building, and ``PAIR_BYTES`` for the comparison on a device.
+the cost on a device grows with ``B * B * S`` (all pairs of rows are compared). Memory: about 30 bytes per grid position
+while building, and a few times ``PAIR_BYTES`` for the comparison on a device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from torch import Tensor
 
 from dualkv_compile.errors import InputError
 
-PAIR_BYTES = 1 << 26
-"""Most bytes of one temporary of the pairwise comparison (at most four of them are alive)."""
+PAIR_BYTES = 1 << 24
+"""Most bytes of one temporary of the pairwise comparison (at most four of them are alive), for batches that are not so
+large that it would take more than some ``PAIR_STEPS`` steps."""
+
+PAIR_STEPS = 64
 
 _COMPARE_ELEMENTS = 1 << 15  # per step of the comparison on the CPU: stays in the cache, and stops early
 
@@ -330,14 +333,17 @@ def _first_difference(arrays: Sequence[npt.NDArray[Any]], group: IntArray, start
     return stop
 
 
-def pairwise_lcp(bits: Sequence[Tensor], limit: int = PAIR_BYTES) -> Tensor:
+def pairwise_lcp(bits: Sequence[Tensor], limit: int | None = None) -> Tensor:
     """Common prefix of every pair of rows, int32 ``[B, B]`` on the keys' device; only ``[i, j]`` with i <= j is valid.
 
-    Does not synchronise. No temporary is larger than ``limit`` bytes (nor smaller than B * F, one column of a row).
+    Does not synchronise. No temporary is larger than ``limit`` bytes (nor smaller than B * F, one column of a row);
+    by default see ``PAIR_BYTES``.
     """
     bits = [key for key in bits if key.numel()] or [bits[0].new_zeros(*bits[0].shape[:2], 1)]
     rows, columns = bits[0].shape[:2]
     feature = max(key.shape[2] for key in bits)
+    if limit is None:
+        limit = max(PAIR_BYTES, rows * rows * columns * feature // PAIR_STEPS)
     width = min(columns, max(limit // (rows * feature), 1))
     step = max(limit // (rows * feature * width), 1)
     lcp = torch.full((rows, rows), columns, dtype=torch.int32, device=bits[0].device)
@@ -544,20 +550,24 @@ def _tensors_on_device(layout: _Layout, keep: Tensor | None, device: torch.devic
     )
     span = torch.repeat_interleave(length, output_size=tokens)
     rank = first[span]
-    every_column = torch.arange(columns, device=device)
+    # What has an entry for each grid position is half as large in 32 bits.
+    narrow = torch.int32 if len(order) * columns < 2**31 else torch.int64
+    every_column = torch.arange(columns, dtype=narrow, device=device)
     owned = every_column >= shared[:, None]  # [B, S] by rank, as `place` and `inverse`
     if keep is None:
         column = torch.arange(tokens, device=device) + offset[span]
-        place = shift[:, None] + every_column
+        place = shift[:, None].to(narrow) + every_column
     else:
         owned &= keep[row_of]
-        place = owned.reshape(-1).cumsum(0).sub_(1).view_as(owned)
+        place = owned.reshape(-1).cumsum(0, dtype=narrow).sub_(1).view_as(owned)
         # Compaction to a known size: what is not owned goes to one slot behind the end.
-        slots = torch.where(owned, place, tokens).reshape(-1)
-        grid = torch.empty(tokens + 1, dtype=torch.int64, device=device)
-        column = grid.scatter_(0, slots, torch.arange(len(slots), device=device))[:tokens] % columns
+        slots = torch.where(owned, place, tokens).reshape(-1).long()
+        grid = torch.empty(tokens + 1, dtype=narrow, device=device)
+        grid.scatter_(0, slots, torch.arange(len(slots), dtype=narrow, device=device))
+        column = (grid[:tokens] % columns).long()
+        del slots, grid
     # Down a column, places grow with the rank: the owner of a position is the last owner so far.
-    inverse = place.masked_fill_(~owned, -1).cummax(0).values[rank_of]
+    inverse = place.masked_fill_(~owned, -1).cummax(0).values[rank_of].long()
     if keep is not None:
         inverse.masked_fill_(~keep, -1)
     return row_of[rank] * columns + column, inverse, rank.int(), column.int(), last.int()[span]

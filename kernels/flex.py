@@ -14,6 +14,8 @@ flash-attn-4. What follows from their ways (torch 2.11 to 2.13, read in ``torch/
 - FLASH gives the LSE in natural units, TRITON in powers of two; torch 2.11 rescales both as if they were TRITON's;
 - a query without keys gets out 0 and lse -inf, but a NaN in its incoming gradient would reach all keys: where such
   queries are possible, out is selected by the LSE, which stops that gradient;
+- whether T is a multiple of a block decides if the Triton kernels check bounds at every load, so q, k and v are filled
+  up to one, at the price of one more copy of them;
 - layouts other than token-major have been reported wrong on the second, dynamic call: operands are made token-major,
   which for projections is what they are anyway;
 - on the CPU there is a forward only, without LSE.
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from dualkv_compile.errors import CompilationError, InputError
 from dualkv_compile.kernels.block_mask import BLOCK
@@ -148,22 +151,29 @@ def attend(
     if not torch.compiler.is_dynamo_compiling():
         raise CompilationError("FlexAttention was about to run without being compiled, which would compute every score")
     q, k, v = (_token_major(x.to(compute_dtype(x))) for x in (q, k, v))
-    tokens = q.shape[2]
+    tokens = given = q.shape[2]
     for x in (rank, column, end, *vectors):
         # Makes one symbol of all sizes, where kernels would otherwise take each as an argument of its own.
         torch._check(x.shape[0] == tokens)
+    options: Any = {"BACKEND": backend}
+    if backend == "TRITON" and q.device.type == "cuda":
+        tokens = (given + BLOCK - 1) // BLOCK * BLOCK
+        q, k, v = (pad(x, (0, 0, 0, tokens - given)) for x in (q, k, v))
+        # Their end is 0: no query sees a key that is not there.
+        rank, column, end, *vectors = (pad(x, (0, tokens - given)) for x in (rank, column, end, *vectors))
+        options["fwd_USE_TMA"] = True  # Inductor leaves it off where device or layout does not allow it
     lists: Any = dict(zip(_LISTS, blocks, strict=True))
     visible = _mask_mod(rank, column, end, vectors, pairs)
     mask = BlockMask(seq_lengths=(tokens, tokens), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, **lists)
-    options: Any = {"BACKEND": backend}
     # The CPU kernel has no LSE. Nor has it gradients, which is what selecting by the LSE is for.
     if not with_lse and (not blind or q.device.type == "cpu"):
-        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options), None
+        out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)
+        return out[:, :, :given], None
     out, aux = flex_attention(
         q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options, return_aux=AuxRequest(lse=True)
     )
     assert aux.lse is not None
-    lse = aux.lse.detach()
+    out, lse = out[:, :, :given], aux.lse[:, :, :given].detach()
     if backend == "FLASH" and _RESCALES_FLASH:
         # ln 2 as a literal: with dynamic=True Dynamo makes a number read from a global an input of the graph, and does
         # not find it again in the next checkpoint body.

@@ -95,20 +95,33 @@ class Device:
                 raise DeviceLostError(first_line(error)) from error
 
 
+class Product:
+    """A square matrix product of random numbers, to be timed again and again."""
+
+    def __init__(self, device: Device, dtype: torch.dtype, size: int) -> None:
+        self.device, self.size = device, size
+        self._a, self._b = (torch.randn(size, size, device=device.device, dtype=dtype) for _ in range(2))
+        self._out = torch.empty_like(self._a)
+
+    def run(self) -> None:
+        """Compute it once."""
+        torch.mm(self._a, self._b, out=self._out)
+
+    def tflops(self, milliseconds: float) -> float:
+        """TFLOP/s of one product in this time."""
+        return 2 * self.size**3 / milliseconds / 1e9
+
+
 def ceilings(device: Device, dtype: torch.dtype, quick: bool) -> dict[str, float]:
-    """TFLOP/s of the faster of two square products of random numbers, and GB/s (read + written) of a large copy."""
-    found = {
-        "matmul_tflops": max(_matmul_tflops(device, dtype, size) for size in ((128, 256) if quick else (8192, 16384))),
-        "copy_gb_per_s": _copy_gb_per_s(device, 2**16 if quick else 2**30),
-    }
+    """Of the idle device: TFLOP/s of the faster of two square products, its size, GB/s (read + written) of a copy."""
+    found: dict[int, float] = {}
+    for size in (128, 256) if quick else (8192, 16384):
+        product = Product(device, dtype, size)
+        found[size] = product.tflops(device.median(product.run, 20))
+    best = max(found, key=lambda size: found[size])
+    copied = _copy_gb_per_s(device, 2**16 if quick else 2**30)
     device.release()
-    return found
-
-
-def _matmul_tflops(device: Device, dtype: torch.dtype, size: int) -> float:
-    a, b = (torch.randn(size, size, device=device.device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * size**3 / device.median(lambda: torch.mm(a, b, out=out), 20) / 1e9
+    return {"matmul_tflops": found[best], "matmul_size": best, "copy_gb_per_s": copied}
 
 
 def _copy_gb_per_s(device: Device, elements: int) -> float:

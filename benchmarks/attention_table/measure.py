@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention_table.cases import Batch
 from attention_table.contenders import Contender, Operands, Sizes, owned, packed_operands, replicated_operands
-from attention_table.device import Device, first_line
+from attention_table.device import Device, Product, first_line
 from dualkv_compile import PrefixPlan
 from dualkv_compile.kernels.block_mask import block_mask
 
@@ -65,6 +65,7 @@ class CaseResult:
     plan_ms: float | None = None  # PrefixPlan.from_rows, wall clock
     mask_ms: float | None = None  # block lists, wall clock
     mask_device_ms: float | None = None  # block lists, device; part of the forward of "flex" and "flex_flash"
+    matmul_tflops: float | None = None  # median of a matrix product timed in turn with the contenders
     rows: list[Row] = field(default_factory=list)
 
 
@@ -114,8 +115,11 @@ class CaseRunner:
         self.device, self.sizes, self.dtype, self.batch = device, sizes, dtype, batch
         self.contenders, self.limit, self.history = contenders, replicated_limit, history
 
-    def run(self, result: CaseResult, runs: int, seconds: Callable[[], float], matmul_tflops: float) -> None:
-        """Fill ``result``; ``seconds`` says, after warming up, what this case may still take."""
+    def run(self, result: CaseResult, runs: int, seconds: Callable[[], float], matmul_size: int) -> None:
+        """Fill ``result``; ``seconds`` says, after warming up, what this case may still take.
+
+        A matrix product of ``matmul_size`` is timed in turn with the contenders: under load the clock falls, for all.
+        """
         self._plan_times(result)
         entries = self._entries(result)
         costs = self._warm_up(entries)
@@ -123,14 +127,18 @@ class CaseRunner:
         groups = _by_importance([entry.contender for entry in alive])
         counts = allot({e.row.contender: costs[e.row.contender] for e in alive}, groups, runs, seconds())
         rounds = max(counts.values(), default=0)
+        product, products = Product(self.device, self.dtype, matmul_size), list[float]()
         for turn in range(rounds):
+            products.append(product.tflops(self.device.timed(product.run)[1]))
             for entry in alive:
                 count = counts[entry.row.contender]
                 if entry.row.error is None and turn * count // rounds != (turn + 1) * count // rounds:
                     self._guarded(entry, self._measure)
-        for entry in alive:
-            if entry.row.error is None:
-                self._summarise(entry, matmul_tflops)
+        if products:
+            result.matmul_tflops = statistics.median(products)
+            for entry in alive:
+                if entry.row.error is None:
+                    self._summarise(entry, result.matmul_tflops)
         baseline = next((row.total_ms for row in result.rows if not row.packed), None)
         for row in result.rows:
             if baseline and row.total_ms:

@@ -21,7 +21,8 @@ def show(console: Console, result: CaseResult, baseline: str) -> None:
         f"{result.case}, {result.dtype}: {result.batch_rows} rows of {result.columns:,}; {result.packed_tokens:,} "
         f"packed tokens, {result.replicated_tokens:,} replicated{padding}\n"
         f"plan {_number(result.plan_ms, 2)} ms, block mask {_number(result.mask_ms, 2)} ms "
-        f"(device {_number(result.mask_device_ms, 2)} ms, in flex's forward)"
+        f"(device {_number(result.mask_device_ms, 2)} ms, in flex's forward); matrix product "
+        f"{_number(result.matmul_tflops, 1)} TFLOP/s"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("contender", no_wrap=True)
