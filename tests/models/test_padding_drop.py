@@ -196,3 +196,25 @@ def test_drop_is_not_verified_where_nothing_is_promised() -> None:
     dualkv_compile.reset_stats()
     function(**batch, use_cache=False)
     assert dualkv_compile.stats()["packed_calls"] == 1
+
+
+def test_mask_that_was_broadcast_before_it_became_a_mask() -> None:
+    """``[B, 1, 1, S]`` hides the same keys, but does not say of each grid position whether it is a token."""
+    batch = rollouts(**LAYOUTS["both_shuffled"])
+    mask = batch["attention_mask"]
+    torch.manual_seed(0)
+    table, projection = torch.nn.Embedding(128, 16), torch.nn.Linear(16, 48)
+
+    def model(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        rows, columns = input_ids.shape
+        parts = projection(table(input_ids)).view(rows, columns, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        place = torch.arange(columns)
+        visible = attention_mask[:, None, None, :].bool() & (place[None, :] <= place[:, None])
+        out = torch.nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], attn_mask=visible)
+        return out.transpose(1, 2).flatten(2)
+
+    function = compiled(model, padding="drop")
+    dualkv_compile.reset_stats()
+    actual = function(**batch)
+    assert distance(masked(actual, mask), masked(model(**batch), mask)) <= 1e-5
+    assert dualkv_compile.stats()["packed_calls"] == 1
