@@ -25,3 +25,7 @@ class VerificationError(DualKVError, RuntimeError):
 
 class CompilationError(DualKVError, RuntimeError):
     """The rewritten graph was meant to be compiled and was not."""
+
+
+class RecomputationError(DualKVError, RuntimeError):
+    """A graph is recomputed in a backward pass and it cannot be told which prefixes it shared in the forward pass."""

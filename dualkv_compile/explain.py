@@ -34,7 +34,7 @@ from dualkv_compile.passes.pipeline import Analysis, analyse, mentions_attention
 from dualkv_compile.passes.reasons import Reason, operator_name
 from dualkv_compile.passes.values import Frame
 from dualkv_compile.plan import PrefixPlan
-from dualkv_compile.runtime import Batch, Dispatcher, validity_of, value_function
+from dualkv_compile.runtime import Batch, Dispatcher, Unshared, validity_of, value_function
 
 _SHOWN = 10  # prompts and operators listed in the text of one graph
 _count = itertools.count()
@@ -251,9 +251,14 @@ def _tally(nodes: Iterator[fx.Node]) -> dict[str, int]:
 
 def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[Any], options: Options) -> None:
     """Add what the inputs of a call tell: rows, prompts, tokens, operations of the packed graph, hints."""
-    plans: dict[Frame, PrefixPlan] = {}
+    try:
+        plans, _ = dispatcher.share(args)
+    except Unshared as failure:
+        report.runs, report.why = "plain", str(failure)
+        if options.on_unsupported == "error":
+            report.runs, report.why = "error", f"UnsupportedGraphError, since on_unsupported='error': {failure}"
+        return
     for batch in dispatcher.batches:
-        plans[batch.frame], _ = batch.plan(args)
         valid = _validity(dispatcher, batch.frame, args)
         report.batches.append(_batch_report(plans[batch.frame], valid))
         report.hints.extend(_hints(batch, plans[batch.frame], valid, args, options))

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
+from torch import Tensor
 
 from dualkv_compile.compiled import CompiledGraph
 from dualkv_compile.errors import CompilationError, DualKVError, UnsupportedGraphError
@@ -25,9 +27,14 @@ from dualkv_compile.passes.symbols import SymbolTable
 from dualkv_compile.passes.values import Frame, Root, Value
 from dualkv_compile.plan import PlanWindow, PrefixPlan
 from dualkv_compile.plan_cache import PlanCache
+from dualkv_compile.published import CARRIERS, Publication, copies_agree
 from dualkv_compile.statistics import STATISTICS
 
 log = logging.getLogger("dualkv_compile")
+
+
+class Unshared(Exception):
+    """Raised when a published prefix tree cannot be used for a call; the text says why."""
 
 
 class Batch:
@@ -52,8 +59,11 @@ class Batch:
         if visible is not None:
             self._valid = value_function(analysis.normal.module, visible.source)
 
-    def plan(self, args: Sequence[Any]) -> tuple[PrefixPlan, int]:
-        """The tree of this call's rows, and how often the device had to be waited for."""
+    def plan(self, args: Sequence[Any], publication: Publication | None = None) -> tuple[PrefixPlan, int]:
+        """The tree of this call's rows, and how often the device had to be waited for.
+
+        Raises Unshared if the tree of ``publication`` is not that of the inputs.
+        """
         rows = self._symbols.evaluate(self.frame.rows, args)
         columns = self._symbols.evaluate(self.frame.columns, args)
         device = _device(args)
@@ -66,11 +76,37 @@ class Batch:
                     groups, shared, columns, device=device, min_shared=self._options.min_shared
                 )
             return self._static_plans[key], 0
+        surrogates = [_surrogate(groups, shared, columns, device) for groups, shared in heads]
+        if publication is not None:
+            return self._published(publication, (rows, columns), surrogates, args)
         keys = [args[root.input_index].detach() for root in self._data if root.input_index is not None]
-        keys.extend(_surrogate(groups, shared, columns, device) for groups, shared in heads)
+        keys.extend(surrogates)
         keep = None if self._keep is None else self._keep(*args).bool()
         valid = None if self._valid is None else self._valid(*args).bool()
         return self._cache.get(keys, min_shared=self._options.min_shared, keep=keep, valid=valid)
+
+    def _published(
+        self, publication: Publication, sizes: tuple[int, int], extra: Sequence[Tensor], args: Sequence[Any]
+    ) -> tuple[PrefixPlan, int]:
+        if sizes != (publication.rows, publication.columns):
+            raise Unshared(
+                f"the published batch has {publication.rows} rows of {publication.columns} columns, this graph works "
+                f"on {sizes[0]} of {sizes[1]}"
+            )
+        if self._keep is not None:
+            raise Unshared("padding='drop' does not work with published prefixes")
+        valid = None if self._valid is None else self._valid(*args).bool()
+        plan, syncs = publication.plan(*extra, min_shared=self._options.min_shared, valid=valid)
+        inputs = [(root, args[root.input_index]) for root in self._data if root.input_index is not None]
+        new = [(root, x) for root, x in inputs if not CARRIERS.known_equal(x, publication)]
+        if new:
+            agree = torch.stack([copies_agree(x, plan).to(new[0][1].device) for _, x in new]).tolist()
+            syncs += int(new[0][1].device.type != "cpu")
+            for (root, _), equal in zip(new, agree, strict=True):
+                if not equal:
+                    raise Unshared(f"input {root.node.name} differs between rows that share the published prefixes")
+            CARRIERS.remember([x for _, x in new], publication, equal=True)
+        return plan, syncs
 
     def _head(self, root: Root, rows: int, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
         assert root.groups is not None and root.shared is not None
@@ -96,6 +132,11 @@ def _surrogate(groups: Sequence[int], shared: int, columns: int, device: torch.d
     own = torch.arange(len(groups), device=device).unsqueeze(1) + len(groups)
     column = torch.arange(columns, device=device).unsqueeze(0)
     return torch.where(column < shared, group, own)
+
+
+def travels(value: Any) -> bool:
+    """Whether a value of a graph is a tensor that can be recognised when it comes again."""
+    return type(value) is Tensor and value.layout == torch.strided and not value.is_inference()
 
 
 def _device(args: Sequence[Any]) -> torch.device:
@@ -138,6 +179,11 @@ class Dispatcher:
             for frame, roots in self.packed.roots.items()
         ]
         self._by_frame = {batch.frame: batch for batch in self.batches}
+        # Graphs that have the tokens themselves need no tree from elsewhere.
+        roots = [root for found in self.packed.roots.values() for root in found if root.input_index is not None]
+        self._takes_publications = any(root.node.meta["val"].is_floating_point() for root in roots)
+        self._activations = [index for index, given in enumerate(analysis.normal.inputs) if not given.is_parameter]
+        self._told: set[str] = set()
         self._verified = False
         self.plans: list[PrefixPlan] = []
 
@@ -150,7 +196,10 @@ class Dispatcher:
         if refused is not None:
             STATISTICS.reason(str(refused))
             return self._run_plain(args)
-        plans = self.find_plans(args)
+        try:
+            plans, publication = self.share(args)
+        except Unshared as failure:
+            return self._unshared(failure, args)
         given = sum(plan.rows * plan.columns for plan in plans.values())
         computed = sum(plan.tokens for plan in plans.values())
         STATISTICS.add(tokens_given=given)
@@ -169,6 +218,9 @@ class Dispatcher:
         except Exception as error:
             return self._failed(error, args, given)
         STATISTICS.add(packed_calls=1, tokens_computed=computed)
+        if publication is not None:
+            # Un-packed values are equal wherever the tree says so.
+            CARRIERS.remember(filter(travels, pytree.tree_leaves(result)), publication, equal=True)
         if self.options.verify is not False and not (self.options.verify == "first" and self._verified):
             from dualkv_compile.verify import verify_call
 
@@ -207,11 +259,43 @@ class Dispatcher:
                 )
         return None
 
-    def find_plans(self, args: Sequence[Any]) -> dict[Frame, PrefixPlan]:
-        """The tree of each batch of the graph in a call with ``args``."""
+    def share(self, args: Sequence[Any]) -> tuple[dict[Frame, PrefixPlan], Publication | None]:
+        """The tree of each batch in a call with ``args``, and the publication it comes from, if it comes from one.
+
+        Raises Unshared if this call cannot share (its tree must be published and is not, or does not fit), and
+        RecomputationError if it cannot be told what the call's forward pass shared.
+        """
+        publication = None
+        if self._takes_publications:
+            publication = CARRIERS.find(self._carried(args))
+            if publication is None and self.analysis.unpublished is not None:
+                raise Unshared(str(self.analysis.unpublished))
+        plans = self.find_plans(args, publication)
+        if self._takes_publications:
+            CARRIERS.remember(self._carried(args), publication)
+        return plans, publication
+
+    def _carried(self, args: Sequence[Any]) -> list[Tensor]:
+        return [args[index] for index in self._activations if travels(args[index])]
+
+    def _unshared(self, failure: Unshared, args: Sequence[Any]) -> Any:
+        if self.options.on_unsupported == "error":
+            raise UnsupportedGraphError(f"not shareable: {failure}")
+        STATISTICS.reason(str(failure))
+        if str(failure) not in self._told:
+            self._told.add(str(failure))
+            log.warning("%s; the plain graph runs", failure)
+        CARRIERS.remember(self._carried(args), None)
+        return self._run_plain(args)
+
+    def find_plans(self, args: Sequence[Any], publication: Publication | None = None) -> dict[Frame, PrefixPlan]:
+        """The tree of each batch of the graph in a call with ``args``: the published one, or that of the rows.
+
+        Raises Unshared if the published one does not fit.
+        """
         plans: dict[Frame, PrefixPlan] = {}
         for batch in self.batches:
-            plans[batch.frame], syncs = batch.plan(args)
+            plans[batch.frame], syncs = batch.plan(args, publication)
             STATISTICS.add(device_syncs=syncs)
         self.plans = list(plans.values())
         return plans

@@ -87,6 +87,7 @@ class _Check:
         self._packed = dispatcher.packed
         self._args = args
         self._inputs = inputs
+        self._plans = plans
         self._described = dispatcher.analysis.normal.inputs
         self._batches = {batch.frame: batch for batch in dispatcher.batches}
         self._precision = _least_precise(dispatcher.analysis.normal.module, args)
@@ -218,12 +219,22 @@ class _Check:
         theirs = _gradients([plain[n] for n in chosen], [plain_args[n] for n in self.differentiable], cotangents)
         largest = max((_largest(gradient) for gradient in theirs), default=0.0)
         for index, a, b in zip(self.differentiable, ours, theirs, strict=True):
+            a, b = self._of_copies(index, a), self._of_copies(index, b)
             tolerance = self._tolerance(b.dtype)
             found = compare(a, b, None, tolerance, noise=GRADIENT_NOISE * tolerance * largest)
             if found is not None:
                 described = self._described[index]
                 name = described.source or described.name
                 raise VerificationError(f"gradient of {name}: {found.text()}{self._advice()}")
+
+    def _of_copies(self, index: int, gradient: Tensor) -> Tensor:
+        """The gradient of an input; added up over equal copies if those were declared to have one origin."""
+        for frame, roots in self._packed.roots.items():
+            if any(root.input_index == index and root.requires_grad for root in roots):
+                plan = self._plans[frame]
+                total = gradient.new_zeros(plan.tokens, *gradient.shape[2:])
+                return total.index_add_(0, plan.inverse.flatten(), gradient.flatten(0, 1))
+        return gradient
 
     def _cotangent(self, number: int, output: Tensor) -> Tensor:
         """The same pseudo-random numbers at each call, zero where the output is not compared."""

@@ -23,7 +23,7 @@ import dualkv_compile.passes.rules  # noqa: F401  (registers the rules)
 from dualkv_compile.passes import effects
 from dualkv_compile.passes.normalize import NormalGraph, normalize
 from dualkv_compile.passes.pack import PackedGraph, pack
-from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported
+from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported, reason_at
 from dualkv_compile.passes.roles import ATTENTION, Links, Roles, find_roles
 from dualkv_compile.passes.symbols import SymbolTable
 from dualkv_compile.passes.worth import costly_reasons, flops, packed_share
@@ -36,7 +36,8 @@ class Analysis:
     """What the passes found for one graph.
 
     ``packed`` is None when the plain graph must run; ``reasons`` then say why. With a packed graph, reasons are the
-    operators that kept part of the work on the grid.
+    operators that kept part of the work on the grid. With ``unpublished``, ``packed`` is for calls whose prefix tree is
+    published from outside; other calls run plain, for that reason.
     """
 
     has_attention: bool
@@ -49,6 +50,7 @@ class Analysis:
     operations: int = 0
     attentions: int = 0
     packed_attentions: int = 0
+    unpublished: Reason | None = None
 
 
 def analyse(
@@ -68,9 +70,25 @@ def analyse(
     links = Links(normal.module)
     if not links.attentions:
         return Analysis(has_attention=False, normal=normal)
-    roles = find_roles(normal, links)
+    result = _pack(normal, links, find_roles(normal, links), strategy, compiled)
+    assert result.roles is not None
+    if result.packed is None and result.roles.refused:
+        given = _pack(normal, links, find_roles(normal, links, published=True), strategy, compiled)
+        if given.packed is not None:
+            attention, name = next(iter(result.roles.refused.items()))
+            given.unpublished = reason_at(
+                attention,
+                f"input {name} requires grad: equal rows have gradients of their own, unless it is told that they come "
+                "from the same tokens (dualkv_compile.attach(model), or dualkv_compile.shared_prefixes)",
+            )
+            result = given
+    if result.packed is not None:
+        _artifact("packed", result.packed.module)
+    return result
+
+
+def _pack(normal: NormalGraph, links: Links, roles: Roles, strategy: str, compiled: bool) -> Analysis:
     graph = pack(normal, roles, strategy=strategy, compiled=compiled)
-    _artifact("packed", graph.module)
     result = Analysis(True, costly_reasons(links, graph), normal, roles, SymbolTable(normal.module))
     result.operations = sum(flops(node) for node in links.nodes)
     result.attentions = len(links.attentions)

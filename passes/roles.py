@@ -4,8 +4,9 @@ Roles are hypotheses: calling an input ``(ROW, COLUMN, ...)`` means "compare row
 sharing but never exactness, because every packed value is derived from roots whose data is compared (or whose
 repetition the graph itself proves). The shapes of attention propose the batch: a query ``[B, H, S, D]`` means B rows
 of S columns, and inputs ``[B, S, ...]`` that the attention depends on are roots. Parameters and buffers never are; an
-input that requires grad never is either, since its gradient differs between copies whose values agree. An input that
-no attention depends on (labels, advantages, old log-probabilities) is not a root, so it cannot shorten the prefixes.
+input that requires grad never is either, since its gradient differs between copies whose values agree (unless the tree
+is published from outside with the promise that the copies come from the same tokens and parameters). An input that no
+attention depends on (labels, advantages, old log-probabilities) is not a root, so it cannot shorten the prefixes.
 
 Repeats written in the graph are roots as well: ``cat([prompt.expand(N, -1), responses], 1)`` shares its first columns
 between all rows whatever the data, and may carry a gradient, since its copies have one common source.
@@ -44,8 +45,12 @@ class Roles:
         return self._count - 1
 
 
-def find_roles(graph: NormalGraph, links: Links) -> Roles:
-    """Find the attentions of ``graph``, the batches they work on, and the roots of each batch."""
+def find_roles(graph: NormalGraph, links: Links, *, published: bool = False) -> Roles:
+    """Find the attentions of ``graph``, the batches they work on, and the roots of each batch.
+
+    ``published``: the prefix tree will be given from outside, with the promise that per-token inputs that require grad
+    were computed from tokens and parameters (see ``dualkv_compile.published``); they are roots then.
+    """
     roles = Roles(attentions=links.attentions)
     placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
     held = {node for node, described in zip(placeholders, graph.inputs, strict=True) if described.is_parameter}
@@ -61,10 +66,11 @@ def find_roles(graph: NormalGraph, links: Links) -> Roles:
                 continue
             if not _looks_per_token(node, rows, columns):
                 continue
-            if described.requires_grad:
+            if described.requires_grad and not published:
                 roles.refused.setdefault(attention, described.source or described.name)
             elif _made_equal(node, rows, columns):
-                found.append(Root(node, _tags(node.meta["val"].ndim, 0, 1), input_index=index))
+                tags = _tags(node.meta["val"].ndim, 0, 1)
+                found.append(Root(node, tags, input_index=index, requires_grad=described.requires_grad))
         # A repeat may itself be computed from another one (embedded prompts): the outermost are enough.
         for node in reached:
             repeat = _repeat_in_graph(node, rows, columns, links, held)

@@ -92,6 +92,7 @@ class Root:
 
     ``node`` is the original graph's node. For an input, rows are compared by its data at each call (``groups is
     None``).
+    An input that requires grad is a root only of a graph that is given its tree from outside (``requires_grad``).
     For a repeat written in the graph, ``groups`` tells how rows are grouped and ``shared`` how many leading columns the
     rows of a group have in common: known without looking at any data.
     """
@@ -101,6 +102,7 @@ class Root:
     input_index: int | None = None
     groups: RowGroups | None = None
     shared: Size | None = None
+    requires_grad: bool = False
 
     @property
     def static(self) -> bool:
