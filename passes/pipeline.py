@@ -4,6 +4,7 @@ Dynamo graph
 -> effects.check_dynamo_graph   only known higher-order operators
 -> normalize                    pre-dispatch ATen, same inputs
 -> effects.check_normal_graph   no randomness, no visible mutation, no collectives
+-> collapse_views               views of views, as batched products need them
 -> roles                        which inputs are per-token, which attentions share a tree
 -> pack                         layout proof, mask lifting and rewriting in one walk
 -> worth                        what share of the work was packed, and what stopped the rest
@@ -21,6 +22,7 @@ from torch._logging._internal import trace_structured
 
 import dualkv_compile.passes.rules  # noqa: F401  (registers the rules)
 from dualkv_compile.passes import effects
+from dualkv_compile.passes.collapse import collapse_views
 from dualkv_compile.passes.normalize import NormalGraph, normalize
 from dualkv_compile.passes.pack import PackedGraph, pack
 from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported
@@ -63,6 +65,7 @@ def analyse(
         normal = normalize(gm, example_inputs)
         _artifact("normalized", normal.module)
         effects.check_normal_graph(normal.module)
+        collapse_views(normal.module)
     except WholeGraphUnsupported as stop:
         return Analysis(has_attention=mentions_attention(gm), reasons=[stop.reason])
     links = Links(normal.module)
