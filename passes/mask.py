@@ -139,6 +139,7 @@ class Bias:
 
     owner: Scope
     node: fx.Node
+    dtype: torch.dtype
     per_head: bool
     per_key: bool
 
@@ -283,7 +284,7 @@ def _bias(question: Question, scope: Scope, node: fx.Node, value: Value, index: 
 
     made: fx.Node = scope.once(("bias", held, tuple(kept), *picks), make)
     question.roots |= value.roots
-    question.biases.append(Bias(scope, made, HEAD in index, KEY in index))
+    question.biases.append(Bias(scope, made, value.meta.dtype, HEAD in index, KEY in index))
     return ("bias", len(question.biases) - 1)
 
 

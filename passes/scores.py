@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dualkv_compile.kernels.merge import accumulation_dtype
 from dualkv_compile.passes.mask import (
     Expr,
     Lifted,
@@ -202,7 +203,10 @@ def _emit(cx: Scope, question: Question, expression: Expr) -> Any:
         return operands[0]
     if name == "bias":
         leaf = question.biases[operands[0]]
-        return bring(cx, leaf.owner, leaf.node)
+        node = bring(cx, leaf.owner, leaf.node)
+        # Scores are summed in float32 at least, so what is done to a bias on the way to them is not rounded to less.
+        total = accumulation_dtype(leaf.dtype)
+        return node if leaf.dtype == total else cx.emit(aten.to.dtype, node, total)
     values = [_emit(cx, question, operand) for operand in operands]
     if name == "neg":
         return cx.emit(aten.neg.default, *values)
