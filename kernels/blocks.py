@@ -1,5 +1,8 @@
 """The strategy "blocks": plain matrix products on tiles, with a running softmax; any device, any dtype, Dv != D.
 
+It alone knows scores beyond the scaled product: a soft cap ``softcap * tanh(score / softcap)``, and after it a number
+per head and key that is added (ALiBi, say).
+
 For every block of queries the keys that the tree lets some of them see are found from the nodes, which are on the CPU,
 so nothing waits for a device; the exact mask is evaluated per tile. No tile has more than MAX_QUERIES x MAX_KEYS pairs.
 All products are computed in float32 (float64 for float64).
@@ -29,6 +32,8 @@ def forward(
     vectors: Sequence[Tensor],
     expression: Expression | None,
     scale: float,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on packed tokens; shapes and results as for ``dualkv::packed_attention``."""
     heads, tokens = q.shape[1], q.shape[2]
@@ -43,7 +48,8 @@ def forward(
         sum_ = query.new_zeros(top.shape)
         part = query.new_zeros((*query.shape[:-1], dim))
         for keys in key_ranges:
-            scores = _scores(query, k, queries, keys, rank, column, end, vectors, expression, scale)
+            visible = _visible(queries, keys, rank, column, end, vectors, expression)
+            scores = _scores(query, k, keys, visible, scale, softcap, bias)[0]
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             # Where nothing was visible yet the maximum is -inf; subtracting 0 instead keeps exp(-inf) = 0.
             shift = torch.where(new_top == -torch.inf, 0.0, new_top)
@@ -73,10 +79,13 @@ def backward(
     vectors: Sequence[Tensor],
     expression: Expression | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, each in the dtype of its operand and ordered by token in memory."""
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, each in the dtype of its operand and ordered by token in memory, and that of bias."""
     tokens, kv_heads = q.shape[2], k.shape[1]
     total = accumulation_dtype(q.dtype)
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=total)
     grads = [token_major(x, x.shape[1], x.shape[2], x.shape[3], total).zero_() for x in (q, k, v)]
     for queries, key_ranges in _query_blocks(nodes, tokens):
         query = _grouped(q, queries, kv_heads).to(total)
@@ -88,17 +97,22 @@ def backward(
         grad_query = torch.zeros_like(query)
         for keys in key_ranges:
             key, value = k[0, :, keys[0] : keys[1]].to(total), v[0, :, keys[0] : keys[1]].to(total)
-            scores = _scores(query, k, queries, keys, rank, column, end, vectors, expression, scale)
+            visible = _visible(queries, keys, rank, column, end, vectors, expression)
+            scores, slope = _scores(query, k, keys, visible, scale, softcap, bias)
             weights = torch.exp(scores - row_lse)
             flat = weights.flatten(1, 2)
             grads[2][0, :, keys[0] : keys[1]] += flat.transpose(1, 2) @ grad.flatten(1, 2)
             grad_weights = (grad.flatten(1, 2) @ value.transpose(1, 2)).view_as(weights)
-            grad_scores = (weights * (grad_weights - delta) * scale).flatten(1, 2)
+            grad_sum = weights * (grad_weights - delta)
+            if grad_bias is not None:
+                per_head = grad_sum.sum(2).flatten(0, 1)
+                grad_bias[:, keys[0] : keys[1]] += per_head.sum_to_size(grad_bias.shape[0], per_head.shape[1])
+            grad_scores = (grad_sum * scale if slope is None else grad_sum * slope * scale).flatten(1, 2)
             grad_query += (grad_scores @ key).view_as(query)
             grads[1][0, :, keys[0] : keys[1]] += grad_scores.transpose(1, 2) @ query.flatten(1, 2)
         grads[0][0, :, queries[0] : queries[1]] = grad_query.flatten(0, 1)
     grad_q, grad_k, grad_v = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
 
 
 def _query_blocks(nodes: Tensor, tokens: int) -> Iterator[tuple[Range, list[Range]]]:
@@ -124,9 +138,7 @@ def _grouped(x: Tensor, span: Range, kv_heads: int) -> Tensor:
     return x[0, :, span[0] : span[1]].unflatten(0, (kv_heads, -1))
 
 
-def _scores(
-    query: Tensor,
-    k: Tensor,
+def _visible(
     queries: Range,
     keys: Range,
     rank: Tensor,
@@ -134,14 +146,25 @@ def _scores(
     end: Tensor,
     vectors: Sequence[Tensor],
     expression: Expression | None,
-    scale: float,
 ) -> Tensor:
-    """Scaled scores ``[Hk, G, rows, keys]`` of one tile, -inf where the key is not visible."""
+    """Bool ``[rows, keys]`` of one tile."""
     rows, columns = slice(*queries), slice(*keys)
     visible = (rank[columns] <= rank[rows, None]) & (rank[rows, None] < end[columns])
     visible &= column[columns] <= column[rows, None]
-    if expression is not None:
-        visible = visible & evaluate(expression, vectors, column, rows, columns)
-    key = k[0, :, columns].to(query.dtype)
+    return visible if expression is None else visible & evaluate(expression, vectors, column, rows, columns)
+
+
+def _scores(
+    query: Tensor, k: Tensor, keys: Range, visible: Tensor, scale: float, softcap: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[Hk, G, rows, keys]`` of one tile, -inf where the key is not visible; and the slope of the soft cap."""
+    key = k[0, :, slice(*keys)].to(query.dtype)
     scores = (query.flatten(1, 2) @ key.transpose(1, 2)).view(*query.shape[:-1], -1) * scale
-    return scores.masked_fill_(~visible, -torch.inf)
+    slope = None
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = bent * softcap, 1 - bent * bent
+    if bias is not None:
+        added = bias[:, slice(*keys)].to(query.dtype).unsqueeze(1)
+        scores = scores + (added if bias.shape[0] == 1 else added.unflatten(0, query.shape[:2]))
+    return scores.masked_fill(~visible, -torch.inf), slope

@@ -13,6 +13,8 @@ A key of the row may be read from the packed key token because it is visible onl
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from dualkv_compile.kernels.predicate import ARITY
+from dualkv_compile.passes.collapse import VIEWS
 from dualkv_compile.passes.reasons import Unproven, operator_name
 from dualkv_compile.passes.uniform import is_uniform
-from dualkv_compile.passes.values import Dim, Frame, Root, Value, same
+from dualkv_compile.passes.values import Dim, Frame, Root, Size, Value, same
 
 if TYPE_CHECKING:
     from dualkv_compile.passes.pack import Scope
@@ -32,6 +36,7 @@ Expr = tuple[Any, ...]
 
 ROW: Expr = ("row",)
 HEAD: Expr = ("head",)
+ROW_AND_HEAD: Expr = ("rowhead",)  # their one index where a batched product has made them one dimension
 QUERY: Expr = ("qcol",)
 KEY: Expr = ("kcol",)
 ZERO: Expr = ("const", 0)
@@ -62,6 +67,9 @@ _BINARY: dict[object, str] = {
     aten.remainder.Tensor: "mod",
     aten.minimum.default: "minimum",
     aten.maximum.default: "maximum",
+    aten.max.other: "maximum",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
 }
 _SUMS: dict[object, str] = {
     aten.add.Tensor: "add",
@@ -69,6 +77,10 @@ _SUMS: dict[object, str] = {
     aten.sub.Tensor: "sub",
     aten.sub.Scalar: "sub",
 }
+_WHERE = {aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther}
+_MASKED_FILL = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+#: Where masks are put into numbers: a bias may be found inside, but not as a whole.
+_TAKEN_APART = {*_WHERE, *_MASKED_FILL}
 _LOGIC_NOT = {aten.bitwise_not.default, aten.logical_not.default}
 _COPIES = {
     aten.to.dtype,
@@ -97,33 +109,65 @@ class Lifted:
     validity: Value | None
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a question about scores, not only about a mask, knows: their product (None for what is added to it)."""
+
+    product: fx.Node | None
+    heads: Size
+
+
 @dataclass
-class _Question:
-    """Shared state of one lifting: the frame, and the vectors found so far."""
+class Question:
+    """Shared state of one lifting: the frame, and what was found so far.
+
+    With ``scores``, the answer may also hold ``("score",)``, the product of query and key, and ``("bias", n)``: the
+    n-th of ``biases``, a number per head and key ``[H or 1, T]``, or per head ``[H]``.
+    """
 
     frame: Frame
+    scores: Scores | None = None
     vectors: list[tuple[Scope, fx.Node]] = field(default_factory=list)
     sources: list[Value] = field(default_factory=list)
     roots: set[Root] = field(default_factory=set)
+    biases: list[Bias] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Bias:
+    """The node of a number per head and key, and whether it varies with either."""
+
+    owner: Scope
+    node: fx.Node
+    dtype: torch.dtype
+    per_head: bool
+    per_key: bool
 
 
 def lift(scope: Scope, mask: fx.Node, frame: Frame) -> Lifted:
-    """The predicate of ``mask``, a boolean (or additive) attention mask ``[B or 1, H or 1, S or 1, S]``.
+    """The predicate of ``mask``, a boolean attention mask ``[B or 1, H or 1, S or 1, S]``.
 
     Raises Unproven if it is not causal, or not a function of the tokens and columns.
     """
-    val = mask.meta["val"]
-    if val.ndim != 4:
+    question = Question(frame)
+    return understood(question, scope, at(question, scope, mask, position(mask, frame)))
+
+
+def position(pairs: fx.Node, frame: Frame) -> tuple[Expr, ...]:
+    """The symbolic position in a tensor ``[B or 1, H or 1, S, S]`` of all pairs."""
+    shape = pairs.meta["val"].shape
+    if len(shape) != 4:
         raise Unproven("its mask is not four-dimensional")
-    question = _Question(frame)
-    asked: list[Expr] = []
-    for dim, index in enumerate((ROW, HEAD, QUERY, KEY)):
-        asked.append(ZERO if same(val.shape[dim], 1) else index)
-    if not same(val.shape[3], frame.columns) or not (same(val.shape[2], frame.columns)):
+    if not same(shape[3], frame.columns) or not same(shape[2], frame.columns):
         raise Unproven("its mask does not cover every query and key column")
-    expression = _at(question, scope, mask, tuple(asked))
-    if val.dtype != torch.bool:
-        expression = _additive(expression)
+    return tuple(ZERO if same(size, 1) else item for size, item in zip(shape, (ROW, HEAD, QUERY, KEY), strict=True))
+
+
+def understood(question: Question, scope: Scope, expression: Expr) -> Lifted:
+    """The answer to ``question``, the condition under which a query sees a key, as a mask of packed tokens.
+
+    Raises Unproven if it does not hide what comes later, or is not a function of the tokens and columns.
+    """
     terms = list(_conjuncts(expression))
     by_position = _position_order_within_documents(question, terms)
     if by_position is None and not any(_is_causal(term) for term in terms):
@@ -149,12 +193,18 @@ def bring(scope: Scope, owner: Scope, node: fx.Node) -> fx.Node:
 # ---------------------------------------------------------------------- pulling an index back
 
 
-def _at(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr:
+def at(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr:
     """The value of ``node`` (an original node of ``scope``) at the symbolic position ``index``."""
+    if question.scores is not None and node is question.scores.product:
+        return _product(question, scope, node, index)
     if node.op == "placeholder" and scope.parent is not None and node in scope.callers:
-        return _at(question, scope.parent, scope.callers[node], index)
+        return at(question, scope.parent, scope.callers[node], index)
     value = scope.values.get(node)
     columns = {item[0] for item in index if item[0] in ("qcol", "kcol")}
+    if question.scores is not None and "qcol" not in columns and isinstance(value, Value):
+        found = _bias(question, scope, node, value, index)
+        if found is not None:
+            return found
     # ``causal & valid`` has a packed form too, [1, 1, S, T]; only pulling it apart tells that it is causal.
     if isinstance(value, Value) and value.is_packed and len(columns) < 2:
         return _leaf(question, scope, value, index)
@@ -163,12 +213,86 @@ def _at(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...
         answer = step(question, scope, node, index)
         if answer is not None:
             return answer
+    if node.op == "get_attr" and not index:
+        held = scope.held(node)
+        if isinstance(held, torch.Tensor):
+            return ("const", held.item())
     if isinstance(value, Value):
         return _leaf(question, scope, value, index)
     raise Unproven(f"its mask is made by {operator_name(node)}, which is not understood")
 
 
-def _operand(question: _Question, scope: Scope, arg: Any, index: tuple[Expr, ...]) -> Expr:
+def product_position(node: fx.Node, heads: Size) -> tuple[Expr, ...]:
+    """The symbolic position in scores ``[B, H, S, S]`` or ``[B * H, S, S]``."""
+    shape = node.meta["val"].shape
+    flat = ROW if same(heads, 1) else ROW_AND_HEAD
+    names = (ROW, HEAD, QUERY, KEY) if len(shape) == 4 else (flat, QUERY, KEY)
+    return tuple(ZERO if same(size, 1) else item for size, item in zip(shape, names, strict=True))
+
+
+def _product(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr:
+    """The product of query and key; it is known at the query's and the key's own place only."""
+    assert question.scores is not None
+    if index != product_position(node, question.scores.heads):
+        raise Unproven("its scores are moved to other rows, heads or columns")
+    if node.target is not aten.baddbmm.default:
+        return ("score",)
+    added = _operand(question, scope, node.args[0], index)
+    factors = [node.kwargs.get(name, 1) for name in ("alpha", "beta")]
+    if not all(isinstance(factor, int | float) for factor in factors):
+        raise Unproven("its scores are scaled by something that is not a number")
+    product, added = (("mul", x, ("const", factor)) for x, factor in zip((("score",), added), factors, strict=True))
+    return ("add", product, added)
+
+
+def _bias(question: Question, scope: Scope, node: fx.Node, value: Value, index: tuple[Expr, ...]) -> Expr | None:
+    """A floating-point value that depends on head and key only: a number that is added to scores."""
+    if not node.meta["val"].is_floating_point() or not any(item in (HEAD, KEY) for item in index):
+        return None
+    if node.op == "call_function" and node.target in _TAKEN_APART:
+        return None
+    if any(item not in (ROW, HEAD, KEY) and item[0] != "const" for item in index) or index.count(KEY) > 1:
+        return None
+    tags = tuple(Dim.ROW if item == ROW else Dim.COLUMN if item == KEY else Dim.FEATURE for item in index)
+    if value.tags is not None:
+        if value.frame is not question.frame or value.tags != tags:
+            return None
+        held = scope.packed(value)
+    elif KEY in index:
+        if not _uniform_rows(value, tags) or not same(value.shape[index.index(KEY)], question.frame.columns):
+            return None
+        held = _column_vector(question, scope, value, tags)
+    elif ROW not in index:
+        held = scope.grid(value)
+    else:
+        return None
+    picks = [
+        (dim, int(item[1]) if item[0] == "const" else 0)
+        for dim, item in reversed(list(enumerate(index)))
+        if item not in (HEAD, KEY)
+    ]
+    kept = [item for item in index if item in (HEAD, KEY)]
+
+    def make() -> fx.Node:
+        made = _pick(scope, held, picks)
+        with scope.at_definition(made):
+            if kept == [KEY, HEAD]:
+                made = scope.emit(aten.transpose.int, made, 0, 1)
+            elif kept == [KEY]:
+                made = scope.emit(aten.unsqueeze.default, made, 0)
+        return made
+
+    made: fx.Node = scope.once(("bias", held, tuple(kept), *picks), make)
+    question.roots |= value.roots
+    question.biases.append(Bias(scope, made, value.meta.dtype, HEAD in index, KEY in index))
+    return ("bias", len(question.biases) - 1)
+
+
+def _uniform_rows(value: Value, tags: tuple[Dim, ...]) -> bool:
+    return all(kind is not Dim.ROW or is_uniform(value.source, dim) for dim, kind in enumerate(tags))
+
+
+def _operand(question: Question, scope: Scope, arg: Any, index: tuple[Expr, ...]) -> Expr:
     """An operand of a pointwise operator at the (broadcast) position ``index``."""
     if not isinstance(arg, fx.Node):
         return ("const", arg)
@@ -177,10 +301,10 @@ def _operand(question: _Question, scope: Scope, arg: Any, index: tuple[Expr, ...
         raise Unproven("its mask depends on a symbolic size")
     own = index[len(index) - val.ndim :] if val.ndim else ()
     own = tuple(ZERO if same(size, 1) else item for size, item in zip(val.shape, own, strict=True))
-    return _at(question, scope, arg, own)
+    return at(question, scope, arg, own)
 
 
-def _leaf(question: _Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
+def _leaf(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
     """A vector over the packed tokens, read at the query's or the key's token."""
     kinds = {item[0] for item in index if item[0] in ("qcol", "kcol")}
     if len(kinds) > 1 or any(item[0] not in ("row", "qcol", "kcol", "const") for item in index):
@@ -217,7 +341,7 @@ def _pick(scope: Scope, node: fx.Node, picks: Sequence[tuple[int, int]]) -> fx.N
     return node
 
 
-def _column_vector(question: _Question, scope: Scope, value: Value, tags: tuple[Dim, ...]) -> fx.Node:
+def _column_vector(question: Question, scope: Scope, value: Value, tags: tuple[Dim, ...]) -> fx.Node:
     """An as-written value that does not vary between rows, taken at each token's column."""
     column = tags.index(Dim.COLUMN)
     if not same(value.shape[column], question.frame.columns):
@@ -239,7 +363,7 @@ def _column_vector(question: _Question, scope: Scope, value: Value, tags: tuple[
     return node
 
 
-_Translator = Callable[[_Question, "Scope", fx.Node, tuple[Expr, ...]], Expr | None]
+_Translator = Callable[[Question, "Scope", fx.Node, tuple[Expr, ...]], Expr | None]
 _TRANSLATORS: dict[object, _Translator] = {}
 
 
@@ -252,14 +376,14 @@ def _translates(*targets: object) -> Callable[[_Translator], _Translator]:
 
 
 @_translates(*_BINARY, *_SUMS)
-def _binary(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _binary(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     name = _BINARY.get(node.target) or _SUMS[node.target]
     if node.target in _SUMS and node.kwargs.get("alpha", 1) != 1:
         return None
     if not _exact_as_int64(node.meta["val"].dtype, name):
         return None
     a, b = (_operand(question, scope, arg, index) for arg in node.args[:2])
-    return _fold((name, a, b))
+    return _decided(_fold((name, a, b)))
 
 
 def _exact_as_int64(dtype: torch.dtype, name: str) -> bool:
@@ -276,25 +400,34 @@ def _exact_as_int64(dtype: torch.dtype, name: str) -> bool:
 
 
 @_translates(*_LOGIC_NOT)
-def _not(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _not(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     if node.meta["val"].dtype != torch.bool:  # ``~flags`` of whole numbers
         return None
     return ("not", _operand(question, scope, node.args[0], index))
 
 
 @_translates(aten.neg.default, aten.abs.default)
-def _unary(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _unary(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     if not _exact_as_int64(node.meta["val"].dtype, "neg"):
         return None
     return ("neg" if node.target is aten.neg.default else "abs", _operand(question, scope, node.args[0], index))
 
 
 @_translates(*_COPIES)
-def _copy(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _copy(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     if result == torch.bool and source != torch.bool:
         # The cast of data itself is a leaf (its packed form exists); only masks made of columns come here.
-        return ("bool", _operand(question, scope, node.args[0], index))
+        return _decided(("bool", _operand(question, scope, node.args[0], index)))
+    wider = torch.promote_types(source, result) == result
+    if (
+        question.scores is not None
+        and source.is_floating_point
+        and result.is_floating_point
+        and (wider or QUERY in index)
+    ):
+        # A wider type changes no number. Scores keep the precision of attention on packed tokens, which is not lower.
+        return _operand(question, scope, node.args[0], index)
     # Whole numbers may change their type only where none can wrap.
     if result == source or (result == torch.int64 and not source.is_floating_point):
         return _operand(question, scope, node.args[0], index)
@@ -303,31 +436,60 @@ def _copy(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, .
     return None
 
 
-@_translates(aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther)
-def _where(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+@_translates(*_WHERE)
+def _where(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     condition, a, b = (_operand(question, scope, arg, index) for arg in node.args[:3])
     return ("where", condition, a, b)
 
 
-@_translates(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def _masked_fill(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+@_translates(*_MASKED_FILL)
+def _masked_fill(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     base, mask, fill = (_operand(question, scope, arg, index) for arg in node.args[:3])
     return ("where", mask, fill, base)
 
 
+@_translates(aten.tanh.default)
+def _tanh(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    return ("tanh", _operand(question, scope, node.args[0], index))
+
+
+@_translates(aten.clamp.default, aten.clamp_min.default)
+def _clamp(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """A lower bound; the upper one of ``clamp`` is not understood."""
+    low, high = (
+        node.args[place] if len(node.args) > place else node.kwargs.get(name)
+        for place, name in ((1, "min"), (2, "max"))
+    )
+    if not isinstance(low, int | float) or high is not None:
+        return None
+    return ("maximum", _operand(question, scope, node.args[0], index), ("const", low))
+
+
+@_translates(aten.tril.default, aten.triu.default)
+def _triangle(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """The operand on one side of a diagonal, 0 on the other."""
+    diagonal = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+    if not isinstance(diagonal, int):
+        return None
+    edge = _fold(("add", index[-2], ("const", diagonal)))
+    kept = ("le" if node.target is aten.tril.default else "ge", index[-1], edge)
+    inside = _operand(question, scope, node.args[0], index)
+    return ("and", kept, inside) if node.meta["val"].dtype == torch.bool else ("where", kept, inside, ZERO)
+
+
 @_translates(aten.unsqueeze.default)
-def _unsqueeze(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _unsqueeze(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     place = int(node.args[1]) % len(index)  # type: ignore[arg-type]
-    return _at(question, scope, node.args[0], (*index[:place], *index[place + 1 :]))  # type: ignore[arg-type]
+    return at(question, scope, node.args[0], (*index[:place], *index[place + 1 :]))  # type: ignore[arg-type]
 
 
 @_translates(aten.expand.default, aten.expand_as.default)
-def _expand(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _expand(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     return _operand(question, scope, node.args[0], index)
 
 
 @_translates(aten.permute.default, aten.transpose.int)
-def _permute(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _permute(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     order = list(range(len(index)))
     if node.target is aten.transpose.int:
         a, b = (int(dim) % len(index) for dim in node.args[1:3])  # type: ignore[arg-type]
@@ -337,27 +499,32 @@ def _permute(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr
     source: list[Expr] = [ZERO] * len(index)
     for place, dim in enumerate(order):
         source[dim] = index[place]
-    return _at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
+    return at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
 
 
-@_translates(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-def _view(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
-    """Only views that insert or drop dimensions of size 1."""
+@_translates(*VIEWS)
+def _view(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """Views that insert or drop dimensions of size 1, or make rows and heads one dimension, or two again."""
     old, new = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-    solid_old = [dim for dim, size in enumerate(old) if not same(size, 1)]
-    solid_new = [dim for dim, size in enumerate(new) if not same(size, 1)]
-    if len(solid_old) != len(solid_new):
-        return None
+    given = [(size, item) for size, item in zip(new, index, strict=True) if not same(size, 1)]
     source: list[Expr] = [ZERO] * len(old)
-    for a, b in zip(solid_old, solid_new, strict=True):
-        if not same(old[a], new[b]):
+    solid = [dim for dim, size in enumerate(old) if not same(size, 1)]
+    while solid and given:
+        dim, (size, item) = solid.pop(0), given.pop(0)
+        if same(old[dim], size):
+            source[dim] = item
+        elif item == ROW_AND_HEAD and solid and same(old[dim] * old[solid[0]], size):
+            source[dim], source[solid.pop(0)] = ROW, HEAD
+        elif item == ROW and given and given[0][1] == HEAD and same(size * given[0][0], old[dim]):
+            source[dim] = ROW_AND_HEAD
+            given.pop(0)
+        else:
             return None
-        source[a] = index[b]
-    return _at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
+    return None if solid or given else at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
 
 
 @_translates(aten.slice.Tensor)
-def _slice(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _slice(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     dim = int(node.args[1]) % len(index) if len(node.args) > 1 else 0  # type: ignore[arg-type]
     start = node.args[2] if len(node.args) > 2 else 0
     step = node.args[4] if len(node.args) > 4 else 1
@@ -365,20 +532,20 @@ def _slice(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, 
     if not isinstance(start, int) or start < 0 or step != 1:
         return None
     moved = _fold(("add", index[dim], ("const", start)))
-    return _at(question, scope, node.args[0], (*index[:dim], moved, *index[dim + 1 :]))  # type: ignore[arg-type]
+    return at(question, scope, node.args[0], (*index[:dim], moved, *index[dim + 1 :]))  # type: ignore[arg-type]
 
 
 @_translates(aten.select.int)
-def _select(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _select(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     rank = len(index) + 1
     dim, place = int(node.args[1]) % rank, node.args[2]  # type: ignore[arg-type]
     if not isinstance(place, int) or place < 0:
         return None
-    return _at(question, scope, node.args[0], (*index[:dim], ("const", place), *index[dim:]))  # type: ignore[arg-type]
+    return at(question, scope, node.args[0], (*index[:dim], ("const", place), *index[dim:]))  # type: ignore[arg-type]
 
 
 @_translates(aten.index.Tensor)
-def _index(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _index(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     """``x[i, j]`` with index tensors for the leading dimensions: their own values become the indices."""
     given = list(node.args[1])  # type: ignore[arg-type]
     source = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -389,11 +556,11 @@ def _index(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, 
     found = tuple(_operand(question, scope, item, around) for item in given)
     if any(item[0] not in ("row", "head", "qcol", "kcol", "const") for item in found):
         return None
-    return _at(question, scope, node.args[0], (*found, *index[len(index) - rest :]))  # type: ignore[arg-type]
+    return at(question, scope, node.args[0], (*found, *index[len(index) - rest :]))  # type: ignore[arg-type]
 
 
 @_translates(aten.arange.default, aten.arange.start, aten.arange.start_step)
-def _arange(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _arange(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     start = 0 if node.target is aten.arange.default else node.args[0]
     step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
     if not isinstance(start, int) or not isinstance(step, int):
@@ -402,23 +569,23 @@ def _arange(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr,
 
 
 @_translates(aten.new_ones.default, aten.ones.default, aten.ones_like.default)
-def _ones(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _ones(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     return ("const", 1)
 
 
 @_translates(aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
-def _zeros(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _zeros(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     return ZERO
 
 
 @_translates(aten.new_full.default, aten.full.default, aten.full_like.default)
-def _full(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _full(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     fill = node.args[1] if node.target is not aten.new_full.default else node.args[2]
     return ("const", fill) if isinstance(fill, int | float) else None
 
 
 @_translates(aten.scalar_tensor.default)
-def _scalar(question: _Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+def _scalar(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     return ("const", node.args[0]) if isinstance(node.args[0], int | float) else None
 
 
@@ -441,29 +608,33 @@ def _fold(expression: Expr) -> Expr:
     return expression
 
 
-def _additive(expression: Expr) -> Expr:
-    """The boolean form of a mask that is added to the scores: 0 where visible, minus infinity where not.
-
-    ``finfo.min`` counts as minus infinity; any other number is a bias and ends the proof.
-    """
-    if expression[0] == "where":
-        _, condition, a, b = expression
-        if _is_zero(a) and _is_minus_infinity(b):
-            return condition
-        if _is_minus_infinity(a) and _is_zero(b):
-            return ("not", condition)
-        if _is_minus_infinity(a):
-            return ("and", ("not", condition), _additive(b))
-        if _is_minus_infinity(b):
-            return ("and", condition, _additive(a))
-    raise Unproven("its mask is added to the scores and is more than 0 and minus infinity")
+def _decided(expression: Expr) -> Expr:
+    """A question about a choice between two numbers (``where(c, 0, -inf) < -1``), answered by the choice itself."""
+    name, *operands = expression
+    if name not in _DECIDES or operands[0][0] != "where":
+        return expression
+    _, condition, *branches = operands[0]
+    if any(item[0] != "const" for item in (*branches, *operands[1:])):
+        return expression
+    yes, no = (bool(_DECIDES[name](branch[1], *(item[1] for item in operands[1:]))) for branch in branches)
+    if yes == no:
+        return ("const", yes)
+    return condition if yes else ("not", condition)
 
 
-def _is_zero(expression: Expr) -> bool:
-    return expression[0] == "const" and expression[1] == 0
+_DECIDES: dict[str, Callable[..., Any]] = {
+    "le": operator.le,
+    "lt": operator.lt,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "bool": bool,
+}
 
 
-def _is_minus_infinity(expression: Expr) -> bool:
+def is_minus_infinity(expression: Expr) -> bool:
+    """Minus infinity, or what models write for it: the lowest number of a floating-point type."""
     floors = [torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
     return expression[0] == "const" and (expression[1] == float("-inf") or expression[1] in floors)
 
@@ -531,7 +702,7 @@ def _is_causal(term: Expr) -> bool:
     return slack is not None and slack >= 0
 
 
-def _position_order_within_documents(question: _Question, terms: list[Expr]) -> Expr | None:
+def _position_order_within_documents(question: Question, terms: list[Expr]) -> Expr | None:
     """The term ``position[k] <= position[q]`` where another term makes it mean ``k <= q``; None if there is none.
 
     That other term is ``document[q] == document[k]`` with ``document = cumsum(diff(position) != 1)``: within a document
@@ -567,7 +738,7 @@ def _original(node: fx.Node) -> fx.Node:
     return node
 
 
-def _document_positions(question: _Question, term: Expr) -> fx.Node | None:
+def _document_positions(question: Question, term: Expr) -> fx.Node | None:
     """The positions that the document numbers compared by ``term`` are counted from, if they are."""
     first, second = (question.sources[operand[1]].source for operand in term[1:])
     if first is not second or first.target is not aten.cumsum.default:
@@ -591,18 +762,26 @@ def _implied(term: Expr) -> bool:
     return _slack(term) == 0 or (term[0] == "const" and bool(term[1]))
 
 
+_LEAVES = ("q", "k", "qcol", "kcol", "const")
+
+
 def _check_closed(term: Expr) -> None:
     """Rows and heads may appear only as the position of a leaf."""
-    if term[0] in ("row", "head"):
-        raise Unproven(f"its mask depends on the number of the {term[0]}")
-    if term[0] == "where":
+    name = term[0]
+    if name in ("row", "head", "rowhead"):
+        raise Unproven(f"its mask depends on the number of the {'row' if name == 'row' else 'head'}")
+    if name == "where":
         raise Unproven("its mask chooses between values in a way that is not understood")
+    if name not in ARITY and name not in _LEAVES:
+        raise Unproven(f"its mask is made with {name}, which is not understood")
+    if name == "const" and not math.isfinite(term[1]):
+        raise Unproven("its mask compares with infinity")
     for part in term[1:]:
         if isinstance(part, tuple):
             _check_closed(part)
 
 
-def _validity(question: _Question, terms: list[Expr]) -> Value | None:
+def _validity(question: Question, terms: list[Expr]) -> Value | None:
     """The per-token value whose truth makes a key visible, if the mask has exactly one such term."""
     found = [term for term in terms if term[0] == "k" or (term[0] == "bool" and term[1][0] == "k")]
     if len(found) != 1:

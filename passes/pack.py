@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 import dualkv_compile.kernels  # noqa: F401  (registers the operators)
 from dualkv_compile.passes import registry
 from dualkv_compile.passes.normalize import CHECKPOINT, NormalGraph
-from dualkv_compile.passes.reasons import Reason, Unproven, reason_at
+from dualkv_compile.passes.reasons import Reason, Unproven, reason_at, source_of
 from dualkv_compile.passes.roles import ATTENTION, Roles
 from dualkv_compile.passes.uniform import is_uniform
 from dualkv_compile.passes.values import (
@@ -43,6 +43,7 @@ from dualkv_compile.passes.values import (
     same,
     well_formed,
 )
+from dualkv_compile.passes.written_attention import WRITTEN
 
 aten = torch.ops.aten
 
@@ -174,14 +175,15 @@ class Scope:
         return value
 
     def _attribute(self, node: fx.Node) -> Any:
-        held = self._held(node)
+        held = self.held(node)
         if isinstance(held, fx.GraphModule):
             return held
         self.attributes[str(node.target)] = held
         new = self.graph.get_attr(str(node.target))
         return Value(node, grid=new) if isinstance(fake_value(node), torch.Tensor) else new
 
-    def _held(self, node: fx.Node) -> Any:
+    def held(self, node: fx.Node) -> Any:
+        """The module, tensor or number that a get_attr node reads."""
         held: Any = self.module
         for part in str(node.target).split("."):
             held = getattr(held, part)
@@ -198,19 +200,36 @@ class Scope:
             return self.emit(node.target, *self.lookup(node.args), **self.lookup(node.kwargs))
         args, kwargs = self.lookup(node.args), self.lookup(node.kwargs)
         operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
+        failed: Reason | None = None
+        if node in self.roles.written:
+            try:
+                return self._apply_written(node)
+            except Unproven as failure:
+                failed = Reason(WRITTEN, str(failure), *source_of(node))
+                self.records.unproven[node] = failed
         if any(value.is_packed for value in operands):
             try:
                 result = self._apply_rule(node, args, kwargs)
                 self.records.packed.add(node)
+                self.records.unproven.pop(node, None)
                 return result
             except Unproven as failure:
-                self.records.unproven[node] = reason_at(node, str(failure))
+                self.records.unproven[node] = failed or reason_at(node, str(failure))
         elif node.target is ATTENTION:
             message = "its query does not come from values proven equal for equal prefixes"
             if node in self.roles.refused:
                 message += f" (input {self.roles.refused[node]} requires grad: equal rows have gradients of their own)"
             self.records.unproven[node] = reason_at(node, message)
         return self.as_written(node, args, kwargs)
+
+    def _apply_written(self, node: fx.Node) -> Any:
+        """The result of attention that is written out; its two products count as packed."""
+        chain = self.roles.written[node]
+        entry = registry.lookup(WRITTEN)
+        assert entry is not None
+        result = entry.rule(self, node, chain)
+        self.records.packed.update((node, *chain.products))
+        return result
 
     def _apply_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         entry = registry.lookup(node.target)
@@ -242,6 +261,11 @@ class Scope:
         while value.grid is None and value.outer is not None:
             value = value.outer
         return value.grid is None
+
+    def in_autocast_region(self) -> bool:
+        """Whether the graph has entered an autocast region so far (the trace knows no dtypes inside one)."""
+        entered = any(node.target is torch.amp.autocast_mode._enter_autocast for node in self.graph.nodes)
+        return entered or (self.parent is not None and self.parent.in_autocast_region())
 
     # ------------------------------------------------------------------ emission
 

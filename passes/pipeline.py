@@ -3,7 +3,9 @@
 Dynamo graph
 -> effects.check_dynamo_graph   only known higher-order operators
 -> normalize                    pre-dispatch ATen, same inputs
+-> assemble                     memory filled piece by piece becomes a concatenation
 -> effects.check_normal_graph   no randomness, no visible mutation, no collectives
+-> collapse_views               views of views, as batched products need them
 -> roles                        which inputs are per-token, which attentions share a tree
 -> pack                         layout proof, mask lifting and rewriting in one walk
 -> worth                        what share of the work was packed, and what stopped the rest
@@ -21,6 +23,8 @@ from torch._logging._internal import trace_structured
 
 import dualkv_compile.passes.rules  # noqa: F401  (registers the rules)
 from dualkv_compile.passes import effects
+from dualkv_compile.passes.assembled import assemble
+from dualkv_compile.passes.collapse import collapse_views
 from dualkv_compile.passes.normalize import NormalGraph, normalize
 from dualkv_compile.passes.pack import PackedGraph, pack
 from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported, reason_at
@@ -64,7 +68,9 @@ def analyse(
         effects.check_dynamo_graph(gm)
         normal = normalize(gm, example_inputs)
         _artifact("normalized", normal.module)
+        assemble(normal.module)
         effects.check_normal_graph(normal.module)
+        collapse_views(normal.module)
     except WholeGraphUnsupported as stop:
         return Analysis(has_attention=mentions_attention(gm), reasons=[stop.reason])
     links = Links(normal.module)

@@ -23,6 +23,7 @@ import torch.fx as fx
 from dualkv_compile.passes.normalize import CHECKPOINT, NormalGraph
 from dualkv_compile.passes.uniform import CONSTANT_FILL, is_uniform
 from dualkv_compile.passes.values import Dim, Frame, Root, RowGroups, Size, Tags, hint, same
+from dualkv_compile.passes.written_attention import Written, find_written
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -37,6 +38,7 @@ class Roles:
     roots: dict[fx.Node, tuple[Root, Frame]] = field(default_factory=dict)
     attentions: list[fx.Node] = field(default_factory=list)
     refused: dict[fx.Node, str] = field(default_factory=dict)  # attention -> a per-token input of it that requires grad
+    written: dict[fx.Node, Written] = field(default_factory=dict)  # those attentions that the model writes out
     _count: int = 0
 
     def next_index(self) -> int:
@@ -51,11 +53,11 @@ def find_roles(graph: NormalGraph, links: Links, *, published: bool = False) -> 
     ``published``: the prefix tree will be given from outside, with the promise that per-token inputs that require grad
     were computed from tokens and parameters (see ``dualkv_compile.published``); they are roots then.
     """
-    roles = Roles(attentions=links.attentions)
+    roles = Roles(attentions=links.attentions, written=links.written)
     placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
     held = {node for node, described in zip(placeholders, graph.inputs, strict=True) if described.is_parameter}
     for attention in links.attentions:
-        sizes = _batch_of(attention)
+        sizes = _batch_of(links.operands(attention)[0])
         if sizes is None:
             continue
         rows, columns = sizes
@@ -107,10 +109,8 @@ def _add(roles: Roles, found: list[Root], rows: Size, columns: Size) -> None:
             target.roots.append(root)
 
 
-def _batch_of(attention: fx.Node) -> tuple[Size, Size] | None:
+def _batch_of(query: fx.Node) -> tuple[Size, Size] | None:
     """``(B, S)`` of a 4-d query; None where there is nothing to share (one row) or the form is another."""
-    query = attention.args[0]
-    assert isinstance(query, fx.Node)
     shape = query.meta["val"].shape
     if len(shape) != 4 or same(shape[0], 1):
         return None
@@ -216,17 +216,20 @@ class Links:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.attentions: list[fx.Node] = []
+        self.written: dict[fx.Node, Written] = {}
         self.nodes: list[fx.Node] = []
         self._callers: dict[fx.Node, fx.Node] = {}
         self._bodies: dict[fx.Node, fx.Node] = {}
         self._visit(module)
 
     def _visit(self, module: fx.GraphModule) -> None:
+        written = find_written(module.graph)
+        self.written.update(written)
         for node in module.graph.nodes:
             self.nodes.append(node)
             if node.op != "call_function":
                 continue
-            if node.target is ATTENTION:
+            if node.target is ATTENTION or node in written:
                 self.attentions.append(node)
             elif node.target is CHECKPOINT:
                 body = getattr(module, node.args[0].target)
@@ -237,15 +240,29 @@ class Links:
                 (self._bodies[node],) = [n for n in body.graph.nodes if n.op == "output"]
                 self._visit(body)
 
-    def ancestors(self, node: fx.Node) -> dict[fx.Node, None]:
-        """Every node that ``node`` depends on, through checkpoint bodies in both directions, in a stable order."""
+    def operands(self, attention: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Query, key and value of an attention (without its mask)."""
+        if attention in self.written:
+            chain = self.written[attention]
+            return chain.query.node, chain.key.node, chain.value.node
+        query, key, value = attention.args[:3]
+        assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+        return query, key, value
+
+    def ancestors(self, node: fx.Node, *, masks: bool = True) -> dict[fx.Node, None]:
+        """Every node that ``node`` depends on, through checkpoint bodies in both directions, in a stable order.
+
+        Without ``masks``, attention depends on nothing but its query, key and value.
+        """
         seen: dict[fx.Node, None] = {}
-        stack = list(self._inputs(node))
+        stack = [node]
         while stack:
             current = stack.pop()
-            if current not in seen:
-                seen[current] = None
-                stack.extend(self._inputs(current))
+            whole = masks or current not in self.attentions
+            for source in self._inputs(current) if whole else self.operands(current):
+                if source not in seen:
+                    seen[source] = None
+                    stack.append(source)
         return seen
 
     def reads_data(self, node: fx.Node, held: Set[fx.Node]) -> bool:

@@ -13,7 +13,8 @@ from dualkv_compile.passes.roles import ATTENTION, Links
 from dualkv_compile.passes.values import Size, hint
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.bmm.default}
+_PRODUCTS = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default}
+_SUMS_OF_PRODUCTS = {aten.addmm.default, aten.baddbmm.default}
 
 
 def flops(node: fx.Node) -> int:
@@ -24,8 +25,8 @@ def flops(node: fx.Node) -> int:
     if node.target is ATTENTION:
         query, key, value = (arg.meta["val"].shape for arg in node.args[:3])  # type: ignore[union-attr]
         return 2 * _product(query[:-1]) * hint(key[-2]) * (hint(query[-1]) + hint(value[-1]))
-    if node.target in _PRODUCTS:
-        left = node.args[1] if node.target is aten.addmm.default else node.args[0]
+    if node.target in _PRODUCTS or node.target in _SUMS_OF_PRODUCTS:
+        left = node.args[1] if node.target in _SUMS_OF_PRODUCTS else node.args[0]
         return 2 * _product(val.shape) * hint(left.meta["val"].shape[-1])  # type: ignore[union-attr]
     return 0
 
@@ -57,17 +58,21 @@ def costly_reasons(links: Links, graph: PackedGraph) -> list[Reason]:
         node for node in links.nodes if node not in records.packed and flops(node) and _alive(node, graph, alive)
     ]
     behind: set[fx.Node] = set()
+    inside: set[fx.Node] = set()
+    for attention, chain in links.written.items():
+        if attention not in records.packed:
+            inside |= chain.inside
+            working.append(attention)
     for node in working:
         behind.add(node)
+        if node in inside:
+            continue
         # A mask is judged by the attention that reads it: how its tensor was built does not matter.
-        sources = node.args[:3] if node.target is ATTENTION else node.all_input_nodes
-        for source in sources:
-            if isinstance(source, fx.Node):
-                behind.add(source)
-                behind.update(links.ancestors(source))
+        behind.update(links.ancestors(node, masks=False))
     found: list[Reason] = []
     for node, reason in records.unproven.items():
-        ended = node in records.unpacked_operands or node.target is ATTENTION
+        # One reason tells of an attention that is written out, not one for each of its parts.
+        ended = (node in records.unpacked_operands or node in links.attentions) and node not in inside
         if ended and node in behind and _alive(node, graph, alive) and reason not in found:
             found.append(reason)
     return found

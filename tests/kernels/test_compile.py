@@ -144,10 +144,14 @@ def test_opcheck(strategy: str, mask: str, dtype: torch.dtype) -> None:
     plan = make_plan(TREES["ragged"])
     q, k, v, grad = operands(plan, dtype=dtype)
     valid = plan.column % 4 != 1
-    tail = (plan.rank, plan.column, plan.end, plan.nodes, [valid], mask, 0.3, strategy)
+    more: tuple[object, ...] = (None, None, 0.0)
+    if strategy == "blocks" and mask:
+        more = (torch.randn(1, plan.tokens), torch.randn(4), 2.0)
+    tail = (plan.rank, plan.column, plan.end, plan.nodes, [valid], mask, 0.3, strategy, *more)
     torch.library.opcheck(torch.ops.dualkv.packed_attention, (q, k, v, *tail))
     layout = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.dualkv.packed_attention, (*layout, *tail))
+    learned = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in more]
+    torch.library.opcheck(torch.ops.dualkv.packed_attention, (*layout, *tail[:-3], *learned))
     out, lse = torch.ops.dualkv.packed_attention(q, k, v, *tail)
     torch.library.opcheck(torch.ops.dualkv.packed_attention_backward, (grad, q, k, v, out, lse, *tail))
 

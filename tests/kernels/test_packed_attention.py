@@ -249,7 +249,7 @@ class Sizes(TorchDispatchMode):
 def _measure(plan, tensors, vectors=(), mask="", strategy="auto"):  # type: ignore[no-untyped-def]
     """Run forward and backward implementations below the dispatcher's custom operator, and look at every tensor."""
     q, k, v, grad = tensors
-    tail = (plan.rank, plan.column, plan.end, plan.nodes, list(vectors), mask, 1.0, strategy)
+    tail = (plan.rank, plan.column, plan.end, plan.nodes, list(vectors), mask, 1.0, strategy, None, None, 0.0)
     with Sizes() as sizes, torch.no_grad():
         out, lse = _forward(q, k, v, *tail)
         _backward(grad, q, k, v, out, lse, *tail)
