@@ -13,7 +13,15 @@ from dualkv_compile.passes.roles import ATTENTION, Links
 from dualkv_compile.passes.values import Size, hint
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.bmm.default}
+_PRODUCTS = {
+    "aten::linear",
+    "aten::mm",
+    "aten::addmm",
+    "aten::matmul",
+    "aten::bmm",
+    "aten::_grouped_mm",
+    "transformers::grouped_mm_fallback",
+}
 
 
 def flops(node: fx.Node) -> int:
@@ -24,7 +32,7 @@ def flops(node: fx.Node) -> int:
     if node.target is ATTENTION:
         query, key, value = (arg.meta["val"].shape for arg in node.args[:3])  # type: ignore[union-attr]
         return 2 * _product(query[:-1]) * hint(key[-2]) * (hint(query[-1]) + hint(value[-1]))
-    if node.target in _PRODUCTS:
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _PRODUCTS:
         left = node.args[1] if node.target is aten.addmm.default else node.args[0]
         return 2 * _product(val.shape) * hint(left.meta["val"].shape[-1])  # type: ignore[union-attr]
     return 0
