@@ -88,7 +88,7 @@ def bound(node: fx.Node) -> Size | None:
     if not _is_tensor_call(node):
         return None
     source = node.args[0]
-    if node.target is aten.cat.default:
+    if node.target in (aten.cat.default, aten.concat.default):
         return _common([bound(part) for part in source])  # type: ignore[union-attr]
     if not isinstance(source, fx.Node):
         return None

@@ -257,7 +257,7 @@ def index_add(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, rows: 
     return cx.result_in(node, tags, frame, x.roots | rows.roots | ordering.key_roots, new)
 
 
-# --------------------------------------------------------------------------------------------- groups of a grouped product
+# ---------------------------------------------------------------------------------------- groups of a grouped product
 
 
 @register(aten.histc.default, family="experts")

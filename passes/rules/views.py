@@ -384,7 +384,7 @@ def stack(cx: Scope, node: fx.Node, parts: Sequence[Value], dim: int = 0) -> Val
     return cx.result(node, (*tags[:place], Dim.FEATURE, *tags[place:]), parts, new)
 
 
-@register(aten.cat.default, family="views")
+@register(aten.cat.default, aten.concat.default, family="views")
 def cat(cx: Scope, node: fx.Node, parts: Sequence[Value], dim: int = 0) -> Value:
     """Concatenation of features. Empty 1-d operands (an empty cache) are dropped."""
     solid = [part for part in parts if not (part.ndim == 1 and same(part.shape[0], 0))]
