@@ -17,8 +17,8 @@ from dualkv_compile.passes.values import Size, same
 
 aten = torch.ops.aten
 
-#: Types that hold every expert id exactly.
-_EXACT_TYPES = {torch.int32, torch.int64, torch.float32, torch.float64}
+#: Types that hold every expert id, position and count exactly (below 2**24).
+EXACT_TYPES = {torch.int32, torch.int64, torch.float32, torch.float64}
 #: The same entries in the same row-major order.
 _SAME_ENTRIES = {
     aten.view.default,
@@ -74,7 +74,7 @@ def origin(node: fx.Node) -> fx.Node:
 
 def _is_exact(node: fx.Node) -> bool:
     val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and val.dtype in _EXACT_TYPES
+    return isinstance(val, torch.Tensor) and val.dtype in EXACT_TYPES
 
 
 def _one_dim(node: fx.Node) -> bool:

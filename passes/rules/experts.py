@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dualkv_compile.passes.expert_ids import bound, origin
+from dualkv_compile.passes.expert_ids import EXACT_TYPES, bound, origin
 from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
 from dualkv_compile.passes.registry import register
+from dualkv_compile.passes.rules.indexing import index as table
 from dualkv_compile.passes.rules.indexing import spread
 from dualkv_compile.passes.values import Dim, Numbering, Numbers, Ordering, Size, Tags, Value, ratio, same
 
@@ -87,6 +88,8 @@ def argsort(cx: Scope, node: fx.Node, x: Value, *args: Any, **kwargs: Any) -> Va
 
 
 def _numbering(cx: Scope, node: fx.Node, new: fx.Node, numbering: Numbering) -> Value:
+    if node.meta["val"].dtype not in EXACT_TYPES:
+        raise Unproven("its positions or counts are rounded")
     cx.records.emitted[node] = new
     return Value(node, packed=new, numbering=numbering)
 
@@ -113,8 +116,8 @@ _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.def
 )
 def same_numbers(cx: Scope, node: fx.Node, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Casts and copies of positions and counts."""
-    if x.numbering is None or node.meta["val"].dtype not in (torch.int32, torch.int64):
-        raise Unproven("it uses positions or counts of the batch's tokens as numbers")
+    if x.numbering is None:
+        raise Unproven("it uses positions or counts of the batch's tokens")
     return _numbering(cx, node, cx.emit(node.target, cx.packed(x), *args, **kwargs), x.numbering)
 
 
@@ -130,7 +133,12 @@ def token_of(cx: Scope, node: fx.Node, x: Value, other: Any, *, rounding_mode: s
 
 @register(aten.index.Tensor, family="experts", numbering=True)
 def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
-    """``x[perm // k]`` and ``weights[perm]`` put rows into the order, ``rows[inverse]`` brings them back."""
+    """``x[perm // k]`` and ``weights[perm]`` put rows into the order, ``rows[inverse]`` brings them back.
+
+    ``counts[ids]`` reads the counts of the grid.
+    """
+    if x.numbering is not None:
+        return table(cx, node, Value(x.source, grid=cx.grid(x), position=x.position), indices)
     given = [(place, item) for place, item in enumerate(indices) if item is not None]
     if len(given) != 1:
         raise Unproven("it reads by several indices")
@@ -262,23 +270,10 @@ def index_add(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, rows: 
 
 @register(aten.histc.default, family="experts")
 def histc(cx: Scope, node: fx.Node, x: Value, bins: int = 100, min: float = 0, max: float = 0) -> Value:
-    """``histc(ids, E, 0, E - 1)``: how many assignments each expert has."""
-    if not (is_assignments(x) or x.tags == (Dim.SORTED,)) or min != 0 or max not in (bins - 1, bins):
-        raise Unproven("it counts over rows and columns")
-    return _counts(cx, node, x, bins)
-
-
-@register(aten.bincount.default, family="experts")
-def bincount(cx: Scope, node: fx.Node, x: Value, weights: Any = None, minlength: int = 0) -> Value:
-    """``bincount(ids, minlength=E)``, where ids are below E, so that the result has E entries."""
-    limit = bound(x.source)
-    if weights is not None or limit is None or not same(limit, minlength):
-        raise Unproven("it counts over rows and columns")
-    return _counts(cx, node, x, minlength)
-
-
-def _counts(cx: Scope, node: fx.Node, x: Value, bins: int) -> Value:
-    new = cx.emit(node.target, cx.packed(x), *node.args[1:], **node.kwargs)
+    """``histc(ids, E, 0, E - 1)``: how many assignments each expert has, whatever shape the ids are in."""
+    if min != 0 or max not in (bins - 1, bins):
+        raise Unproven("it counts by ranges that are not the experts' ids")
+    new = cx.emit(node.target, cx.packed(x), bins, min, max)
     return _numbering(cx, node, new, Numbering(Numbers.COUNTS, keys=origin(x.source), bins=bins))
 
 

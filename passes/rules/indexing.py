@@ -57,6 +57,14 @@ def spread(cx: Scope, x: Value, tags: Tags, frame: Frame, like: Value) -> fx.Nod
     return cx.emit(operator.getitem, pair, 0)
 
 
+@register(aten.one_hot.default, family="indexing")
+def one_hot(cx: Scope, node: fx.Node, x: Value, num_classes: int = -1) -> Value:
+    """Each token's index as a vector of given length (by default the length depends on the largest index there is)."""
+    if x.tags is None or not isinstance(num_classes, int) or num_classes < 1:
+        raise Unproven("its number of classes depends on all tokens")
+    return cx.result(node, (*x.tags, Dim.FEATURE), [x], cx.emit(node.target, cx.packed(x), num_classes))
+
+
 @register(aten.index_select.default, family="indexing")
 def index_select(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value) -> Value:
     """Features picked by an as-written index."""
