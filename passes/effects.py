@@ -9,6 +9,7 @@ After:   ``scaled = aten.div.Scalar(logits, 0.7)``
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -126,8 +127,13 @@ def _same_result(twin: torch._ops.OpOverload, node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether the result of ``node`` may share memory with its first argument."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return node.op == "call_function"
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        # One of several results: new memory (topk), or a part of the operand's (split).
+        return not isinstance(node.args[0].target, torch._ops.OpOverload) or _is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
     schema = node.target._schema
     if any(returned.alias_info is not None for returned in schema.returns):
         return True

@@ -31,6 +31,7 @@ from dualkv_compile.passes.uniform import is_uniform
 from dualkv_compile.passes.values import (
     Dim,
     Frame,
+    Ordering,
     Root,
     Size,
     Slice,
@@ -39,7 +40,9 @@ from dualkv_compile.passes.values import (
     align,
     dim_of,
     fake_value,
+    flat_dim,
     hint,
+    ratio,
     same,
     well_formed,
 )
@@ -160,7 +163,7 @@ class Scope:
         if self.parent is not None:
             outer = self.arguments[position]
             if isinstance(outer, Value):
-                return Value(node, outer.tags, outer.frame, outer.roots, outer=outer)
+                return Value(node, outer.tags, outer.frame, outer.roots, outer=outer, numbering=outer.numbering)
             return self.capture(outer) if isinstance(outer, fx.Node) else outer
         new = self._new_placeholder(node.name, node)
         self._inputs[new] = position
@@ -207,11 +210,15 @@ class Scope:
             except Unproven as failure:
                 failed = Reason(WRITTEN, str(failure), *source_of(node))
                 self.records.unproven[node] = failed
-        if any(value.is_packed for value in operands):
+        numbering = any(value.numbering for value in operands)
+        if numbering or any(value.is_packed for value in operands):
             try:
-                result = self._apply_rule(node, args, kwargs)
+                result = self._apply_rule(node, args, kwargs, numbering)
                 self.records.packed.add(node)
                 self.records.unproven.pop(node, None)
+                for value in pytree.tree_leaves(result):
+                    if isinstance(value, Value) and value.depends_on_order and value.source is node:
+                        value.call = (args, kwargs)
                 return result
             except Unproven as failure:
                 self.records.unproven[node] = failed or reason_at(node, str(failure))
@@ -231,8 +238,10 @@ class Scope:
         self.records.packed.update((node, *chain.products))
         return result
 
-    def _apply_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        entry = registry.lookup(node.target)
+    def _apply_rule(self, node: fx.Node, args: Any, kwargs: Any, numbering: bool) -> Any:
+        entry = registry.lookup(node.target, numbering=numbering)
+        if entry is None and numbering:
+            raise Unproven("it uses positions or counts of the batch's tokens")
         if entry is None:
             raise Unproven("no rule is known for this operator")
         return entry.rule(self, node, *args, **kwargs)
@@ -242,7 +251,7 @@ class Scope:
         lost = [
             value
             for value in pytree.tree_leaves((args, kwargs))
-            if isinstance(value, Value) and value.is_packed and self._would_unpack(value)
+            if isinstance(value, Value) and (value.is_packed or value.numbering) and self._would_unpack(value)
         ]
         if lost:
             self.records.unpacked_operands[node] = lost
@@ -351,9 +360,28 @@ class Scope:
         if value.grid is None:
             if value.outer is not None and self.parent is not None:
                 value.grid = self.capture(self.parent.grid(value.outer))
+            elif value.call is not None:
+                value.grid = self._run_on_grid(value)
             else:
                 value.grid = self._unpack(value)
         return value.grid
+
+    def _run_on_grid(self, value: Value) -> fx.Node:
+        """A value in an order of its own: the batch's order differs from that of the packed tokens, so run it again."""
+        assert value.call is not None and value.packed is not None
+        node, (args, kwargs) = value.source, value.call
+
+        def run() -> fx.Node:
+            assert value.packed is not None
+            operands, named = self.to_grid(args), self.to_grid(kwargs)
+            with self.at_definition(value.packed):
+                return self.emit(node.target, *operands, **named)
+
+        new: fx.Node = self.once(("on the grid", node), run)
+        if value.position is None:
+            return new
+        with self.at_definition(new):
+            return self.emit(operator.getitem, new, value.position)
 
     def to_grid(self, tree: Any) -> Any:
         """Replace every `Value` in ``tree`` by its grid form."""
@@ -366,9 +394,10 @@ class Scope:
         tags = value.tags
         with self.at_definition(value.grid):
             token = self.plan(value.frame, "token")
-            if Dim.TOKEN in tags:
-                site = self.emit(torch.ops.dualkv.pack.default, value.grid, token, dim_of(tags, Dim.TOKEN))
-                result = site
+            if (flat := flat_dim(tags)) >= 0:
+                apart, place = self._apart(value, value.grid)
+                site = self.emit(torch.ops.dualkv.pack.default, apart, token, place)
+                result = self._flatten(site, tags[flat], flat)
             else:
                 order, row = _together(tags), dim_of(tags, Dim.ROW)
                 flat = self.emit(aten.flatten.using_ints, self._permute(value.grid, order), row, row + 1)
@@ -382,13 +411,31 @@ class Scope:
         tags = value.tags
         with self.at_definition(value.packed):
             inverse = self.plan(value.frame, "inverse")
-            if Dim.TOKEN in tags:
+            if (flat_place := flat_dim(tags)) >= 0:
                 flat = self.emit(aten.reshape.default, inverse, [-1])
-                return self.emit(torch.ops.dualkv.unpack.default, value.packed, flat, dim_of(tags, Dim.TOKEN))
+                apart, place = self._apart(value, value.packed)
+                new = self.emit(torch.ops.dualkv.unpack.default, apart, flat, place)
+                return self._flatten(new, tags[flat_place], flat_place)
             order = _together(tags)
             row = dim_of(tags, Dim.ROW)
             flat = self.emit(aten.squeeze.dim, self._permute(value.packed, order), row)
             return self._permute(self.emit(torch.ops.dualkv.unpack.default, flat, inverse, row), _inverse(order))
+
+    def _apart(self, value: Value, node: fx.Node) -> tuple[fx.Node, int]:
+        """``node`` with a dimension of its own for tokens, and its place."""
+        assert value.tags is not None and value.frame is not None
+        place = flat_dim(value.tags)
+        kind = value.tags[place]
+        if kind is Dim.TOKEN:
+            return node, place
+        assert kind is not Dim.SORTED
+        times = ratio(value.shape[place], value.frame.rows * value.frame.columns)
+        assert times is not None
+        sizes = [-1, times] if kind is Dim.ASSIGNMENT else [times, -1]
+        return self.emit(aten.unflatten.int, node, place, sizes), place + (kind is Dim.STACKED)
+
+    def _flatten(self, node: fx.Node, kind: Dim, place: int) -> fx.Node:
+        return node if kind is Dim.TOKEN else self.emit(aten.flatten.using_ints, node, place, place + 1)
 
     def _permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         if list(order) == sorted(order):
@@ -427,8 +474,21 @@ class Scope:
     ) -> Value:
         """A packed result of ``node`` computed from the operands ``like``."""
         frame, roots = self.join(like)
+        return self.result_in(node, tags, frame, roots, packed, position)
+
+    def result_in(
+        self,
+        node: fx.Node,
+        tags: Tags,
+        frame: Frame,
+        roots: frozenset[Root],
+        packed: fx.Node,
+        position: int | None = None,
+    ) -> Value:
+        """A packed result of ``node`` in a frame that need not be that of its operands."""
         if not well_formed(tags):
             raise Unproven("rows and columns do not stay apart and in order")
+        assert (Dim.SORTED in tags) == isinstance(frame, Ordering)
         self.records.emitted[node] = packed
         return Value(node, tags, frame, roots, packed=packed, position=position)
 
@@ -509,6 +569,8 @@ class Scope:
         outputs: list[tuple[str, Any]] = []
         nodes: list[Any] = []
         for item in self.outputs:
+            if isinstance(item, Value) and item.depends_on_order:
+                item = Value(item.source, grid=self.grid(item), position=item.position)
             if isinstance(item, Value):
                 form = "packed" if item.is_packed and (item.packed is not None or self._would_unpack(item)) else "grid"
                 nodes.append(self.packed(item) if form == "packed" else self.grid(item))
@@ -529,6 +591,11 @@ class Scope:
         self.outputs = pytree.tree_leaves(results)
         if self.parent is not None:
             return
+        # To the caller a tensor with several entries a token, or in another order, is no per-token output.
+        self.outputs = [
+            Value(item.source, position=item.position) if isinstance(item, Value) and not _per_token(item) else item
+            for item in self.outputs
+        ]
         done: dict[int, fx.Node] = {}
 
         def form(value: Value) -> fx.Node:
@@ -592,6 +659,10 @@ def live_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             yield from part.graph.nodes
+
+
+def _per_token(value: Value) -> bool:
+    return value.tags is None or flat_dim(value.tags) < 0 or Dim.TOKEN in value.tags
 
 
 def _together(tags: Tags) -> list[int]:

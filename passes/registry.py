@@ -28,25 +28,35 @@ class Entry:
 
 
 _RULES: dict[object, Entry] = {}
+_NUMBERING_RULES: dict[object, Entry] = {}
 
 
-def register(*targets: object, family: str) -> Callable[[Rule], Rule]:
-    """Register the decorated rule for the operator overloads ``targets``."""
+def register(*targets: object, family: str, numbering: bool = False) -> Callable[[Rule], Rule]:
+    """Register the decorated rule for the operator overloads ``targets``.
+
+    A target may be the name of an operator of another library (``"transformers::grouped_mm_fallback"``), which need not
+    be imported. With ``numbering``, the rule serves calls that have a numbering (`Numbering`) among their operands;
+    other rules never see one.
+    """
+    table = _NUMBERING_RULES if numbering else _RULES
 
     def decorate(rule: Rule) -> Rule:
         for target in targets:
-            if target in _RULES:
+            if target in table:
                 raise AssertionError(f"{target} has two rules")
-            _RULES[target] = Entry(rule, family)
+            table[target] = Entry(rule, family)
         return rule
 
     return decorate
 
 
-def lookup(target: object) -> Entry | None:
+def lookup(target: object, *, numbering: bool = False) -> Entry | None:
     """The rule of ``target``: an explicit one, else the pointwise rule where torch tags the operator as pointwise."""
-    entry = _RULES.get(target)
-    if entry is not None:
+    table = _NUMBERING_RULES if numbering else _RULES
+    entry = table.get(target)
+    if entry is None and isinstance(target, torch._ops.OpOverload):
+        entry = table.get(target._schema.name)
+    if entry is not None or numbering:
         return entry
     if isinstance(target, torch._ops.OpOverload) and is_functional_pointwise(target):
         return _RULES.get(torch.Tag.pointwise)
@@ -70,4 +80,4 @@ def is_functional_pointwise(target: torch._ops.OpOverload) -> bool:
 
 def rules() -> dict[object, Entry]:
     """All explicit rules, for documentation and tests."""
-    return dict(_RULES)
+    return {**_NUMBERING_RULES, **_RULES}

@@ -7,6 +7,17 @@ column number. Rows whose keys agree up to a column therefore agree in every pac
 Packed tensors keep their rank: the row dimension gets size 1 and the column dimension size T (the number of packed
 tokens); a flattened row-times-column dimension gets size T. So ``[B, H, S, D]`` becomes ``[1, H, T, D]`` and ``[B*S,
 C]`` becomes ``[T, C]``, and most operators run on them with unchanged arguments.
+
+Mixture-of-experts layers flatten tokens with features. With N = B*S tokens:
+
+* ASSIGNMENT: N*k entries, k for each token, token by token (``topk_index[N, k].reshape(-1)``); packed size T*k.
+* STACKED: m*N entries, all tokens once per expert (``x[N, C].repeat(m, 1)``); packed size m*T.
+* SORTED: the assignments in an order that was computed from them (`Ordering`); packed size T*k.
+
+Which assignment stands at which place of a sorted dimension depends on all tokens of the batch, so positions and counts
+are no per-token values. They are *numberings* (`Numbering`): as-written values that also have a packed form, in which
+they number or count packed tokens. Only operators that use them to put rows into the order, to bring them back, or to
+bound the groups of a grouped product may read the packed form; all others read the numbers of the grid.
 """
 
 from __future__ import annotations
@@ -33,6 +44,9 @@ class Dim(enum.Enum):
     ROW = "row"
     COLUMN = "column"
     TOKEN = "token"
+    ASSIGNMENT = "assignment"
+    STACKED = "stacked"
+    SORTED = "sorted"
 
     def __repr__(self) -> str:
         return self.name
@@ -165,6 +179,42 @@ class Frame:
         return [*self.parent.slices(), self.window]
 
 
+@dataclass(eq=False)
+class Ordering(Frame):
+    """One order of the assignments of ``parent``'s tokens, made by sorting ``keys``.
+
+    Values of two orderings never meet, since operands must have the same frame: row i of one sorted tensor and row i of
+    another belong to the same assignment. ``keys`` is the original node whose entries were sorted (see
+    `expert_ids.origin`), ``assignments`` how many there are for each token, ``tag`` the kind of dimension they form.
+    """
+
+    keys: fx.Node | None = None
+    key_roots: frozenset[Root] = frozenset()
+    assignments: int = 1
+    tag: Dim = Dim.ASSIGNMENT
+    ascending: bool = True
+
+
+class Numbers(enum.Enum):
+    """What the numbers of a `Numbering` say."""
+
+    PERMUTATION = "the assignment at each sorted place"
+    TOKENS = "the token at each sorted place"
+    INVERSE = "the sorted place of each assignment"
+    COUNTS = "how many keys have each value 0 .. bins - 1"
+    OFFSETS = "how many keys have each value or a smaller one"
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Positions in an ordering, or counts of the entries of ``keys``."""
+
+    kind: Numbers
+    ordering: Ordering | None = None
+    keys: fx.Node | None = None
+    bins: int = 0
+
+
 #: Tensors of a plan (base frame) or of a window of it (derived frame) that a packed graph may take as inputs.
 BASE_TENSORS = ("token", "inverse", "rank", "column", "end", "nodes")
 WINDOW_TENSORS = ("index", "inverse", "column")
@@ -178,6 +228,8 @@ class Value:
     another when first asked for, always at the place where the value is defined: a conversion emitted later could
     stand inside a ``no_grad`` or autocast region that its other users are outside of.
     ``roots`` is the set of roots the value depends on through its packed form.
+    ``numbering`` is set on an as-written value that numbers or counts assignments. The grid form of such a value, and
+    of a sorted one, is made by running its operator on the grid: ``call`` holds its arguments.
     """
 
     source: fx.Node
@@ -188,12 +240,19 @@ class Value:
     grid: fx.Node | None = None
     position: int | None = None
     outer: Value | None = None
+    numbering: Numbering | None = None
+    call: tuple[Any, Any] | None = None
     aligned: dict[tuple[Tags, Frame], fx.Node] = field(default_factory=dict)
 
     @property
     def is_packed(self) -> bool:
         """Whether the value is proven determined by the prefix."""
         return self.tags is not None
+
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether its packed form belongs to an order of the packed tokens, so that it cannot be un-packed."""
+        return self.numbering is not None or (self.tags is not None and Dim.SORTED in self.tags)
 
     @property
     def meta(self) -> torch.Tensor:
@@ -230,9 +289,26 @@ def dim_of(tags: Tags, kind: Dim) -> int:
     return tags.index(kind) if kind in tags else -1
 
 
+_FLAT = (Dim.TOKEN, Dim.ASSIGNMENT, Dim.STACKED, Dim.SORTED)
+
+
+def flat_dim(tags: Tags) -> int:
+    """The position of the dimension in which rows and columns are flattened together; -1 if they are apart."""
+    return next((place for place, kind in enumerate(tags) if kind in _FLAT), -1)
+
+
 def well_formed(tags: Tags) -> bool:
-    """Exactly one row and one column dimension, row first, or exactly one token dimension."""
-    rows, columns, tokens = (tags.count(kind) for kind in (Dim.ROW, Dim.COLUMN, Dim.TOKEN))
-    if tokens:
-        return tokens == 1 and rows == 0 and columns == 0
+    """Exactly one row and one column dimension, row first, or exactly one flat dimension."""
+    rows, columns = tags.count(Dim.ROW), tags.count(Dim.COLUMN)
+    flat = sum(tags.count(kind) for kind in _FLAT)
+    if flat:
+        return flat == 1 and rows == 0 and columns == 0
     return rows == 1 and columns == 1 and tags.index(Dim.ROW) < tags.index(Dim.COLUMN)
+
+
+def ratio(whole: Size, part: Size) -> int | None:
+    """``whole / part`` if that is one integer for every input the graph accepts, else None."""
+    if isinstance(whole, int) and isinstance(part, int):
+        return whole // part if part and whole % part == 0 else None
+    quotient = sympy.cancel(_expression(whole) / _expression(part))
+    return int(quotient) if quotient.is_Integer else None

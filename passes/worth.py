@@ -13,8 +13,15 @@ from dualkv_compile.passes.roles import ATTENTION, Links
 from dualkv_compile.passes.values import Size, hint
 
 aten = torch.ops.aten
-_PRODUCTS = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default}
-_SUMS_OF_PRODUCTS = {aten.addmm.default, aten.baddbmm.default}
+_PRODUCTS = {
+    "aten::linear",
+    "aten::mm",
+    "aten::matmul",
+    "aten::bmm",
+    "aten::_grouped_mm",
+    "transformers::grouped_mm_fallback",
+}
+_SUMS_OF_PRODUCTS = {"aten::addmm", "aten::baddbmm"}
 
 
 def flops(node: fx.Node) -> int:
@@ -25,8 +32,9 @@ def flops(node: fx.Node) -> int:
     if node.target is ATTENTION:
         query, key, value = (arg.meta["val"].shape for arg in node.args[:3])  # type: ignore[union-attr]
         return 2 * _product(query[:-1]) * hint(key[-2]) * (hint(query[-1]) + hint(value[-1]))
-    if node.target in _PRODUCTS or node.target in _SUMS_OF_PRODUCTS:
-        left = node.args[1] if node.target in _SUMS_OF_PRODUCTS else node.args[0]
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    if name in _PRODUCTS or name in _SUMS_OF_PRODUCTS:
+        left = node.args[1] if name in _SUMS_OF_PRODUCTS else node.args[0]
         return 2 * _product(val.shape) * hint(left.meta["val"].shape[-1])  # type: ignore[union-attr]
     return 0
 

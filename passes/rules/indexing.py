@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.fx as fx
 from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
 from dualkv_compile.passes.registry import register
-from dualkv_compile.passes.values import Dim, Value
+from dualkv_compile.passes.values import Dim, Frame, Tags, Value
 
 aten = torch.ops.aten
 
@@ -26,6 +27,42 @@ def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs:
     frame, _ = cx.join([x, index])
     new = cx.emit(node.target, cx.packed(x), dim % x.ndim, cx.operand(index, x.tags, frame), **kwargs)
     return cx.result(node, x.tags, [x, index], new)
+
+
+@register(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, family="indexing")
+def scatter(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, src: Any, **kwargs: Any) -> Value:
+    """Each token writes among its own features, at an index that is known from the tokens (group masks of routers)."""
+    tags = index.tags
+    if tags is None or tags[dim] is not Dim.FEATURE:
+        raise Unproven("it writes along rows or columns, or at an index that is not known from the tokens")
+    values = [value for value in (x, index, src) if isinstance(value, Value)]
+    frame, _ = cx.join(values)
+    place = dim % index.ndim
+    written = spread(cx, x, tags, frame, index)
+    given = spread(cx, src, tags, frame, index) if isinstance(src, Value) else src
+    new = cx.emit(node.target, written, place, cx.packed(index), given, **kwargs)
+    return cx.result(node, tags, values, new)
+
+
+def spread(cx: Scope, x: Value, tags: Tags, frame: Frame, like: Value) -> fx.Node:
+    """``x`` with as many tokens as ``like``: an as-written operand (``zeros[N, E]``), the same for all, is expanded."""
+    node = cx.operand(x, tags, frame)
+    if x.is_packed:
+        return node
+    token = cx.packed(like)
+    for dim, kind in enumerate(tags):
+        if kind is Dim.FEATURE:
+            token = cx.emit(aten.narrow.default, token, dim, 0, 1)
+    pair = cx.emit(aten.broadcast_tensors.default, [node, token])
+    return cx.emit(operator.getitem, pair, 0)
+
+
+@register(aten.one_hot.default, family="indexing")
+def one_hot(cx: Scope, node: fx.Node, x: Value, num_classes: int = -1) -> Value:
+    """Each token's index as a vector of given length (by default the length depends on the largest index there is)."""
+    if x.tags is None or not isinstance(num_classes, int) or num_classes < 1:
+        raise Unproven("its number of classes depends on all tokens")
+    return cx.result(node, (*x.tags, Dim.FEATURE), [x], cx.emit(node.target, cx.packed(x), num_classes))
 
 
 @register(aten.index_select.default, family="indexing")

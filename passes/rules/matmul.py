@@ -58,9 +58,12 @@ def mm(cx: Scope, node: fx.Node, x: Value, weight: Value) -> Value:
     return cx.result(node, tags, [x], cx.emit(node.target, cx.packed(x), _weight(cx, weight, "weight")))
 
 
-@register(aten.matmul.default, family="matmul")
+@register(aten.matmul.default, aten.bmm.default, family="matmul")
 def matmul(cx: Scope, node: fx.Node, a: Value, b: Value) -> Value:
-    """``a[..., i, k] @ b[..., k, j]``: k must be features on both sides, batch dimensions are broadcast."""
+    """``a[..., i, k] @ b[..., k, j]``: k must be features on both sides, batch dimensions are broadcast.
+
+    Rows may be the tokens themselves: ``[experts, tokens, C] @ weights[experts, C, F]``.
+    """
     if not b.is_packed and b.ndim <= 2:
         tags = _features_last(a)
         new = cx.emit(node.target, cx.packed(a), cx.grid(b))

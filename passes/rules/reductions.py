@@ -105,7 +105,11 @@ def along_features(cx: Scope, node: fx.Node, x: Value, dim: Any = -1, *args: Any
     family="reductions",
 )
 def pair(cx: Scope, node: fx.Node, x: Value, dim: int = -1, *args: Any, **kwargs: Any) -> tuple[Value, ...]:
-    """Operators with values and indices along a feature dimension."""
+    """Operators with values and indices along a feature dimension; a sort may also order the tokens' assignments."""
+    from dualkv_compile.passes.rules.experts import is_assignments, sort_assignments
+
+    if node.target in (aten.sort.default, aten.sort.stable) and is_assignments(x):
+        return sort_assignments(cx, node, x, dim, *args, **kwargs)
     if node.target is aten.sort.stable:  # all but the tensor are keywords
         return _several(cx, node, x, dim, (), {**kwargs, "dim": dim})
     return _several(cx, node, x, dim, (dim, *args), kwargs)
@@ -113,7 +117,10 @@ def pair(cx: Scope, node: fx.Node, x: Value, dim: int = -1, *args: Any, **kwargs
 
 @register(aten.topk.default, family="reductions")
 def topk(cx: Scope, node: fx.Node, x: Value, k: Any, dim: int = -1, *args: Any, **kwargs: Any) -> tuple[Value, ...]:
-    """The largest k features of each token."""
+    """The largest k features of each token.
+
+    Which of equal entries is taken is decided within one row of features, so equal rows are decided alike.
+    """
     return _several(cx, node, x, dim, (k, dim, *args), kwargs)
 
 

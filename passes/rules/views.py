@@ -9,7 +9,7 @@ Before:  ``view(linear[B, S, 32], [B, S, -1, 8])``   After:  ``reshape(linear[1,
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
 from dualkv_compile.passes.registry import register
 from dualkv_compile.passes.rules.pointwise import broadcast
-from dualkv_compile.passes.values import Dim, Size, Slice, Tags, Value, hint, same, simplified
+from dualkv_compile.passes.values import Dim, Size, Slice, Tags, Value, hint, ratio, same, simplified
 
 aten = torch.ops.aten
 _END = 2**62
@@ -29,7 +29,8 @@ def regroup(old: Sequence[Size], new: Sequence[Size], tags: Tags, rows: Size, co
     """Tags of a view from sizes ``old`` (with ``tags``) to sizes ``new``.
 
     Matches the finest groups of dimensions with equal products, left to right, which is how a row-major view maps them.
-    Raises Unproven if a group mixes tokens and features.
+    Tokens may be flattened with features before or after them (STACKED, ASSIGNMENT) and be taken apart again; any other
+    mixture raises Unproven.
     """
     result: list[Dim] = []
     i = j = 0
@@ -72,22 +73,71 @@ def _group(old: list[Size], new: list[Size], tags: list[Dim], rows: Size, column
     kinds = [(tag, size) for tag, size in zip(tags, old, strict=True) if tag is not Dim.FEATURE or not same(size, 1)]
     if all(tag is Dim.FEATURE for tag, _ in kinds):
         return [Dim.FEATURE] * len(new)
-    if any(tag is Dim.FEATURE for tag, _ in kinds):
-        raise Unproven("the view mixes tokens with features")
-    present = [tag for tag, _ in kinds]
     solid = [position for position, size in enumerate(new) if not same(size, 1)]
+    if len(kinds) == len(solid) == 1 and same(new[solid[0]], kinds[0][1]):
+        result = [Dim.FEATURE] * len(new)
+        result[solid[0]] = kinds[0][0]
+        return result
+    before, tokens, after = _around(kinds, rows, columns)
+    return _placed(new, before, tokens, after)
+
+
+def _around(kinds: list[tuple[Dim, Size]], rows: Size, columns: Size) -> tuple[Size, tuple[Size, Size], Size]:
+    """The sizes of a group as (features, (rows, columns), features): entry (e, r, c, f) in row-major order."""
+    names = [tag for tag, _ in kinds]
+    start = next(place for place, tag in enumerate(names) if tag is not Dim.FEATURE)
+    stop = len(names) - next(place for place, tag in enumerate(reversed(names)) if tag is not Dim.FEATURE)
+    before, after = _product(size for _, size in kinds[:start]), _product(size for _, size in kinds[stop:])
+    middle = names[start:stop]
+    if middle == [Dim.ROW, Dim.COLUMN]:
+        return before, (kinds[start][1], kinds[start + 1][1]), after
+    if middle in ([Dim.TOKEN], [Dim.ASSIGNMENT], [Dim.STACKED]):
+        times = ratio(kinds[start][1], rows * columns)
+        if times is not None:
+            before, after = (before * times, after) if middle == [Dim.STACKED] else (before, after * times)
+            return before, (rows, columns), after
+    if Dim.SORTED in middle:
+        raise Unproven("the view cuts a sorted dimension")
+    raise Unproven("the view cuts rows or columns apart")
+
+
+def _placed(new: list[Size], before: Size, tokens: tuple[Size, Size], after: Size) -> list[Dim]:
+    """Where the tokens are among the sizes ``new`` of a group, by products of the sizes to their left."""
     result = [Dim.FEATURE] * len(new)
-    if len(present) == 1 and len(solid) == 1 and same(new[solid[0]], kinds[0][1]):
-        result[solid[0]] = present[0]
-    elif present == [Dim.ROW, Dim.COLUMN] and len(solid) == 1:
-        result[solid[0]] = Dim.TOKEN
-    elif (present == [Dim.ROW, Dim.COLUMN] and len(solid) == 2 and same(new[solid[0]], kinds[0][1])) or (
-        present == [Dim.TOKEN] and len(solid) == 2 and same(new[solid[0]], rows) and same(new[solid[1]], columns)
-    ):
-        result[solid[0]], result[solid[1]] = Dim.ROW, Dim.COLUMN
-    else:
-        raise Unproven("the view cuts rows or columns apart")
-    return result
+    count = tokens[0] * tokens[1]
+    left: Size = 1
+    for place, size in enumerate(new):
+        if same(size, 1):
+            continue
+        if not same(left, before):
+            rest = ratio(before, left)
+            if rest is not None and same(size, count * rest):
+                result[place] = Dim.STACKED
+                return result
+            left = left * size
+        elif same(size, count):
+            result[place] = Dim.TOKEN
+            return result
+        elif same(size, tokens[0]):
+            following = next((other for other in range(place + 1, len(new)) if not same(new[other], 1)), None)
+            if following is None or not same(new[following], tokens[1]):
+                break
+            result[place], result[following] = Dim.ROW, Dim.COLUMN
+            return result
+        else:
+            times = ratio(size, count)
+            if times is None or ratio(after, times) is None:
+                break
+            result[place] = Dim.ASSIGNMENT
+            return result
+    raise Unproven("the view cuts rows or columns apart, or mixes them with features")
+
+
+def _product(sizes: Iterable[Size]) -> Size:
+    product: Size = 1
+    for size in sizes:
+        product = product * size
+    return product
 
 
 def packed_sizes(shape: Sequence[Size], tags: Tags, given: Sequence[Any] | None = None) -> list[Any]:
@@ -96,7 +146,7 @@ def packed_sizes(shape: Sequence[Size], tags: Tags, given: Sequence[Any] | None 
     for dim, (kind, size) in enumerate(zip(tags, shape, strict=True)):
         if kind is Dim.ROW:
             sizes.append(1)
-        elif kind in (Dim.COLUMN, Dim.TOKEN):
+        elif kind is not Dim.FEATURE:
             sizes.append(-1)
         elif isinstance(size, int):
             sizes.append(size)
@@ -211,21 +261,27 @@ def expand(cx: Scope, node: fx.Node, x: Value, size: Any, implicit: bool = False
 
 @register(aten.repeat.default, family="views")
 def repeat(cx: Scope, node: fx.Node, x: Value, repeats: Sequence[Any]) -> Value:
-    """Features tiled."""
+    """Features tiled, or all tokens stacked once per expert."""
     assert x.tags is not None
     tags = (Dim.FEATURE,) * (len(repeats) - x.ndim) + x.tags
-    if any(kind is not Dim.FEATURE and times != 1 for kind, times in zip(tags, repeats, strict=True)):
-        raise Unproven("repeats rows or columns")
+    stacked = [place for place, times in enumerate(repeats) if tags[place] is not Dim.FEATURE and times != 1]
+    if stacked:
+        if tags[stacked[0]] is not Dim.TOKEN or not isinstance(repeats[stacked[0]], int):
+            raise Unproven("repeats rows or columns")
+        tags = (*tags[: stacked[0]], Dim.STACKED, *tags[stacked[0] + 1 :])
     return cx.result(node, tags, [x], cx.emit(node.target, cx.packed(x), list(repeats)))
 
 
 @register(aten.repeat_interleave.self_int, family="views")
 def repeat_interleave(cx: Scope, node: fx.Node, x: Value, repeats: Any, dim: int | None = None, **_: Any) -> Value:
-    """Each feature (a key head) repeated in place."""
+    """Each feature (a key head), or each token (for its experts), repeated in place."""
     assert x.tags is not None
-    if dim is None or x.tags[dim] is not Dim.FEATURE:
+    if dim is None or x.tags[dim] not in (Dim.FEATURE, Dim.TOKEN) or not isinstance(repeats, int):
         raise Unproven("repeats rows or columns")
-    return cx.result(node, x.tags, [x], cx.emit(node.target, cx.packed(x), repeats, dim))
+    place = dim % x.ndim
+    kind = Dim.ASSIGNMENT if x.tags[place] is Dim.TOKEN and repeats != 1 else x.tags[place]
+    tags = (*x.tags[:place], kind, *x.tags[place + 1 :])
+    return cx.result(node, tags, [x], cx.emit(node.target, cx.packed(x), repeats, place))
 
 
 @register(aten.slice.Tensor, family="views")
@@ -328,7 +384,7 @@ def stack(cx: Scope, node: fx.Node, parts: Sequence[Value], dim: int = 0) -> Val
     return cx.result(node, (*tags[:place], Dim.FEATURE, *tags[place:]), parts, new)
 
 
-@register(aten.cat.default, family="views")
+@register(aten.cat.default, aten.concat.default, family="views")
 def cat(cx: Scope, node: fx.Node, parts: Sequence[Value], dim: int = 0) -> Value:
     """Concatenation of features. Empty 1-d operands (an empty cache) are dropped."""
     solid = [part for part in parts if not (part.ndim == 1 and same(part.shape[0], 0))]
