@@ -11,12 +11,14 @@ from dualkv_compile.errors import (
     DualKVError,
     InputError,
     OptionError,
+    RuleError,
     UnsupportedGraphError,
     VerificationError,
 )
 from dualkv_compile.explain import Explanation, explain
 from dualkv_compile.options import Options
 from dualkv_compile.plan import PrefixPlan
+from dualkv_compile.rules import register_rule, tokenwise
 from dualkv_compile.statistics import reset_stats, stats
 
 __version__ = "0.1.0"
@@ -29,10 +31,13 @@ __all__ = [
     "OptionError",
     "Options",
     "PrefixPlan",
+    "RuleError",
     "UnsupportedGraphError",
     "VerificationError",
     "explain",
     "packed_attention",
+    "register_rule",
     "reset_stats",
     "stats",
+    "tokenwise",
 ]
