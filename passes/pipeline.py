@@ -1,6 +1,7 @@
 """The passes in their order.
 
 Dynamo graph
+-> flex_call                    flex_attention as attention with a mask that can be read
 -> effects.check_dynamo_graph   only known higher-order operators
 -> normalize                    pre-dispatch ATen, same inputs
 -> effects.check_normal_graph   no randomness, no visible mutation, no collectives
@@ -21,6 +22,7 @@ from torch._logging._internal import trace_structured
 
 import dualkv_compile.passes.rules  # noqa: F401  (registers the rules)
 from dualkv_compile.passes import effects
+from dualkv_compile.passes.flex_call import BlockLists, translate
 from dualkv_compile.passes.normalize import NormalGraph, normalize
 from dualkv_compile.passes.pack import PackedGraph, pack
 from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported
@@ -49,6 +51,7 @@ class Analysis:
     operations: int = 0
     attentions: int = 0
     packed_attentions: int = 0
+    conditions: list[BlockLists] = field(default_factory=list)  # of a call, without which the plain graph runs
 
 
 def analyse(
@@ -59,8 +62,10 @@ def analyse(
     ``strategy`` is the option "attention"; ``compiled`` says whether Inductor will compile the rewritten graph.
     """
     try:
-        effects.check_dynamo_graph(gm)
-        normal = normalize(gm, example_inputs)
+        translation = translate(gm)
+        readable = gm if translation is None else translation.module
+        effects.check_dynamo_graph(readable)
+        normal = normalize(readable, example_inputs)
         _artifact("normalized", normal.module)
         effects.check_normal_graph(normal.module)
     except WholeGraphUnsupported as stop:
@@ -75,7 +80,9 @@ def analyse(
     result.operations = sum(flops(node) for node in links.nodes)
     result.attentions = len(links.attentions)
     result.packed_attentions = len(graph.records.attention_masks)
-    if result.packed_attentions:
+    # With one attention left as written, what was made to be read would be run: a mask of all pairs.
+    if result.packed_attentions and (translation is None or result.packed_attentions == result.attentions):
+        result.conditions = [] if translation is None else translation.conditions
         result.packed = graph
         result.share = packed_share(links, graph)
     elif not result.reasons:
