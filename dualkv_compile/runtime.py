@@ -155,7 +155,7 @@ class Dispatcher:
         STATISTICS.add(calls=1)
         for reason in self.analysis.reasons:
             STATISTICS.reason(str(reason))
-        refused = self._broken or self._changed_constant(args) or self.disagreement(args)
+        refused = self._broken or self._changed_constant(args)
         if refused is not None:
             STATISTICS.reason(str(refused))
             return self._run_plain(args)
@@ -164,6 +164,11 @@ class Dispatcher:
         computed = sum(plan.tokens for plan in plans.values())
         STATISTICS.add(tokens_given=given)
         if not self.worth(given, computed, plans.values()):
+            STATISTICS.add(tokens_computed=given)
+            return self._run_plain(args)
+        refused = self.disagreement(args)
+        if refused is not None:
+            STATISTICS.reason(str(refused))
             STATISTICS.add(tokens_computed=given)
             return self._run_plain(args)
         check_repeatable(self.options.attention)

@@ -50,8 +50,8 @@ class BlockLists:
     """The block lists of a call, to be compared with its mask.
 
     ``lists`` are the positions among the graph's inputs of ``kv_num_blocks [Bm, Hm, nq]``, ``kv_indices [Bm, Hm, nq,
-    nk]`` and the same two for full blocks (None if there are none). So are ``captured``, and what is symbolic of ``sizes``:
-    the numbers of queries and keys, and of queries and keys in a block. Numbers stand as ``("number", n)``.
+    nk]`` and the same two for full blocks (None if there are none). ``captured`` are positions as well, or
+    ``("number", n)``; so are ``sizes``, the numbers of queries and keys, and of queries and keys in a block.
     """
 
     reason: Reason
@@ -94,24 +94,22 @@ class BlockLists:
         if head.users or (row.users and rows == 1):
             return False
         # [Bm, Hm, nq, nk]: how often each block is listed.
-        partly = _times_listed(counts, indices)
+        partly, wrong = _times_listed(counts, indices)
         full = torch.zeros_like(partly)
         if full_counts is not None and full_indices is not None:
-            full = _times_listed(full_counts, full_indices)
-        if bool(((partly + full) > 1).any()):
-            return False
-        device = counts.device
-        column = torch.arange(keys, device=device)
-        query = torch.arange(queries, device=device).unsqueeze(1)
+            full, also_wrong = _times_listed(full_counts, full_indices)
+            wrong = wrong | also_wrong
+        wrong = wrong | ((partly + full) > 1).any()
+        column = torch.arange(keys, device=counts.device)
+        query = torch.arange(queries, device=counts.device).unsqueeze(1)
         for index in range(rows):
-            number = torch.tensor(index, device=device)
+            number = torch.tensor(index, device=counts.device)
             visible = self.mask(number, torch.zeros_like(number), query, column, *captured).expand(queries, keys)
             some, all_ = _by_block(visible, block)
             if some.shape != partly.shape[2:]:
                 return False
-            if bool((some & (partly[index] + full[index] == 0)).any() | (~all_ & (full[index] > 0)).any()):
-                return False
-        return True
+            wrong = wrong | (some & (partly[index] + full[index] == 0)).any() | (~all_ & (full[index] > 0)).any()
+        return not bool(wrong)
 
 
 def _argument(args: Sequence[Any], given: int | tuple[str, Any]) -> Any:
@@ -133,14 +131,17 @@ def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return True
 
 
-def _times_listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """How often each block of keys is among the first ``counts[b, h, q]`` of ``indices[b, h, q, :]``."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+def _times_listed(counts: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each block of keys is among the first ``counts[b, h, q]`` of ``indices[b, h, q, :]``, and whether one
+    of these is no block.
+    """
+    number = indices.shape[-1]
+    listed = torch.arange(number, device=indices.device) < counts.unsqueeze(-1)
     # Entries behind the count may hold anything.
     places = torch.where(listed, indices, 0).long()
-    return torch.zeros(indices.shape, dtype=torch.int32, device=indices.device).scatter_add_(
-        -1, places, listed.to(torch.int32)
-    )
+    known = places.clamp(0, number - 1)
+    times = torch.zeros(indices.shape, dtype=torch.int32, device=indices.device)
+    return times.scatter_add_(-1, known, listed.to(torch.int32)), (known != places).any()
 
 
 def _by_block(visible: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,28 +192,33 @@ def _rewrite(
     copied: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, Any] = {}
     for node in module.graph.nodes:
+        source: Any = node.args[0] if node.args else None
         if node.target is FLEX:
             call = _Call(node, module, origins)
             condition = call.block_lists()
             conditions.setdefault(condition.key, condition)
             copied[node] = call.emit(graph, copied)
-        elif node.target is operator.getitem and node.args[0].target is FLEX:
-            copied[node] = copied[node.args[0]]
+        elif node.target is operator.getitem and isinstance(source, fx.Node) and source.target is FLEX:
+            copied[node] = copied[source]
             if node.args[1] != 0 and node.users:
-                raise WholeGraphUnsupported(reason_at(node.args[0], "more of it is used than the attention's output"))
+                raise WholeGraphUnsupported(reason_at(source, "more of it is used than the attention's output"))
         else:
             copied[node] = graph.node_copy(node, copied.__getitem__)
             if node.op in ("get_attr", "call_module"):
-                attributes[node.target] = _held(module, node)
+                attributes[str(node.target)] = _held(module, node)
         if node.target is CHECKPOINT:
-            body = _held(module, node.args[0])
+            body = _held(module, source)
             inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-            known = {n: origins[given] for n, given in zip(inner, node.args[1:], strict=True) if given in origins}
-            attributes[node.args[0].target] = _rewrite(body, known, conditions) if _calls_flex(body) else body
+            known = {
+                argument: origins[given]
+                for argument, given in zip(inner, node.args[1:], strict=True)
+                if isinstance(given, fx.Node) and given in origins
+            }
+            attributes[source.target] = _rewrite(body, known, conditions) if _calls_flex(body) else body
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:  # the functions given to the operator
             graph.erase_node(node)
-            attributes.pop(node.target, None)
+            attributes.pop(str(node.target), None)
     result = fx.GraphModule(attributes, graph)
     result.meta.update(module.meta)
     return result
@@ -230,7 +236,8 @@ class _Call:
 
     def __init__(self, node: fx.Node, module: fx.GraphModule, origins: Mapping[fx.Node, int]) -> None:
         names = ("query", "key", "value", "score_mod", "block_mask", "scale", "options", "score_held", "mask_held")
-        given = {"score_held": (), "mask_held": (), **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        held: dict[str, Any] = {"score_held": (), "mask_held": ()}
+        given: dict[str, Any] = {**held, **dict(zip(names, node.args, strict=False)), **node.kwargs}
         self.node = node
         self.query, self.key, self.value = given["query"], given["key"], given["value"]
         self.scale, self.captured = given["scale"], given["mask_held"]
@@ -306,7 +313,7 @@ class _Call:
                 args, kwargs = fx.map_arg((part.args, part.kwargs), inside.__getitem__)
                 inside[part] = graph.create_node(part.op, part.target, args, kwargs)
         heads = [part.meta["example_value"].shape[1] for part in (self.query, self.key)]
-        grouped = not (isinstance(heads[0], int) and heads[0] == heads[1])
+        grouped = not all(isinstance(count, int) for count in heads) or heads[0] != heads[1]
         new = graph.call_function(
             torch.nn.functional.scaled_dot_product_attention,
             (query, key, value, mask),

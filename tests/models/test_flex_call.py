@@ -6,6 +6,8 @@ FlexAttention on the CPU has no backward, so most cases run without gradients. T
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import dualkv_compile
-from dualkv_compile.passes.flex_call import BlockLists
-from dualkv_compile.passes.reasons import Reason
+from dualkv_compile.passes.flex_call import FLEX, BlockLists, translate
+from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported
 from tests.models.harness import EXACT, build, compiled, distance, logits_step, rollouts, run_alone, trie_size
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
@@ -201,7 +203,7 @@ def test_lists_and_mask_agree_exactly_if_a_kernel_would_show_the_same(size: int)
         tensors = [given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices]
         changed = tensors[trial % 4] = tensors[trial % 4].clone()
         place = tuple(int(torch.randint(0, n, (), generator=generator)) for n in changed.shape)
-        top = given.kv_indices.shape[-1]
+        top = given.kv_indices.shape[-1] + trial % 2  # an index may be that of no block
         changed[place] = torch.randint(0, top, (), generator=generator)
         judged = BlockMask((size, size), *tensors, None, None, None, None, BLOCK_SIZE=(4, 4), mask_mod=mask_mod)
         same = torch.equal(visible(judged, size), create_mask(mask_mod, 2, 1, size, size, device="cpu").long())
@@ -215,7 +217,7 @@ def with_scores(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Te
     return score + (q - k)
 
 
-def test_refused_score_mod_and_log_sum_exp() -> None:
+def test_refused_score_mod() -> None:
     ids, *_ = batch()
     for options, says in (
         ({"score_mod": with_scores}, "scores are modified"),
@@ -226,6 +228,29 @@ def test_refused_score_mod_and_log_sum_exp() -> None:
         assert distance(got, model(ids, lists(causal, ids))) <= 1e-12
         assert stats["plain_calls"] == 1
         assert [says in reason for reason in stats["reasons"]] == [True]
+
+
+def test_refused_log_sum_exp() -> None:
+    """On the CPU Dynamo does not make such a graph: another result of the operator is put into one."""
+    ids, *_ = batch()
+    found: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        assert translate(gm) is not None
+        for node in gm.graph.nodes:
+            if node.target is operator.getitem and node.args[0].target is FLEX:
+                node.args = (node.args[0], 1)
+        with pytest.raises(WholeGraphUnsupported, match="more of it is used"):
+            translate(gm)
+        found.append("graph")
+        return gm.forward
+
+    model = Decoder()
+    block_mask = lists(causal, ids)
+    torch._dynamo.reset()
+    with contextlib.suppress(Exception):  # the graph is no longer the function
+        torch.compile(model, backend=backend)(ids, block_mask)
+    assert found
 
 
 @pytest.mark.parametrize(
@@ -267,7 +292,7 @@ def test_no_mask_and_a_mask_made_inside() -> None:
 
 
 def test_hugging_face() -> None:
-    """transformers makes the block mask between two graphs, so the layers start from hidden states."""
+    """The library makes the block mask between two graphs, so the layers start from hidden states."""
     batch = rollouts(prompts=(9, 12))
     model = build("llama", hidden_size=64).eval()
     flex = AutoModelForCausalLM.from_config(model.config, attn_implementation="flex_attention").eval()
