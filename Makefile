@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # mypy sees every module under the name it is installed with: passes/ and kernels/ belong inside dualkv_compile.
 TYPES := build/types/dualkv_compile
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types operators clean
 
 # The command rather than `python -m`, which would put this folder on the path, where transformers takes kernels/ for
 # the package of that name.
@@ -26,6 +26,11 @@ types: $(INSTALLED)
 	mkdir -p $(TYPES)
 	ln -s $(CURDIR)/dualkv_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(TYPES)/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dualkv_compile
+
+# A test compares the document with the rules.
+operators: $(INSTALLED)
+	$(BIN)/dualkv-compile operators > docs/operators.new
+	mv docs/operators.new docs/operators.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

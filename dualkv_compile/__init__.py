@@ -12,6 +12,7 @@ from dualkv_compile.errors import (
     InputError,
     OptionError,
     RecomputationError,
+    RuleError,
     UnsupportedGraphError,
     VerificationError,
 )
@@ -19,6 +20,7 @@ from dualkv_compile.explain import Explanation, explain
 from dualkv_compile.options import Options
 from dualkv_compile.plan import PrefixPlan
 from dualkv_compile.published import attach, shared_prefixes
+from dualkv_compile.rules import register_rule, tokenwise
 from dualkv_compile.statistics import reset_stats, stats
 
 __version__ = "0.1.0"
@@ -32,12 +34,15 @@ __all__ = [
     "Options",
     "PrefixPlan",
     "RecomputationError",
+    "RuleError",
     "UnsupportedGraphError",
     "VerificationError",
     "attach",
     "explain",
     "packed_attention",
+    "register_rule",
     "reset_stats",
     "shared_prefixes",
     "stats",
+    "tokenwise",
 ]

@@ -52,7 +52,9 @@ def dualkv(
         if parsed.padding == "drop" and not can_drop_padding(analysis.packed):
             log.warning("padding='drop' has no effect: the masks of this graph do not tell which positions are padding")
         dynamic = any(isinstance(example, torch.SymInt) for example in example_inputs)
-        return Dispatcher(gm, analysis, parsed, dynamic=dynamic)
+        # Dynamo does not trace a graph that holds the higher-order operator of flex_attention a second time.
+        plain = compile_now(gm, example_inputs, parsed) if analysis.conditions else None
+        return Dispatcher(gm, analysis, parsed, dynamic=dynamic, plain=plain)
     compiled = compile_now(gm, example_inputs, parsed)
     return Refused(compiled, analysis.reasons) if analysis.has_attention else compiled
 

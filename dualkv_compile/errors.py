@@ -15,6 +15,10 @@ class InputError(DualKVError, ValueError):
     """A tensor given to a public function has the wrong shape, dtype or device."""
 
 
+class RuleError(DualKVError, ValueError):
+    """A rule cannot be registered for what it was given, or a registered rule returned something impossible."""
+
+
 class UnsupportedGraphError(DualKVError, RuntimeError):
     """The graph (or a part of it) could not be proven shareable, and ``on_unsupported="error"`` was asked."""
 

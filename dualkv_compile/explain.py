@@ -272,6 +272,10 @@ def _describe_call(report: GraphReport, dispatcher: Dispatcher, args: Sequence[A
         if ratio > 1:
             report.why += f", below min_saving={options.min_saving} after counting what stays as written"
         return
+    disagreement = dispatcher.disagreement(args)
+    if disagreement is not None:
+        report.runs, report.why = "plain", str(disagreement)
+        return
     spy = _StrategySpy()
     with torch.no_grad(), _counting() as counter, spy:
         dispatcher.packed.module(*dispatcher.prepare(args, plans))

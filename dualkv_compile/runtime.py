@@ -164,14 +164,23 @@ def value_function(module: fx.GraphModule, node: fx.Node) -> Callable[..., torch
 class Dispatcher:
     """The callable that Dynamo's compiled frame calls: packed graph or plain graph."""
 
-    def __init__(self, gm: fx.GraphModule, analysis: Analysis, options: Options, *, dynamic: bool) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        analysis: Analysis,
+        options: Options,
+        *,
+        dynamic: bool,
+        plain: Callable[..., Any] | None = None,
+    ) -> None:
+        """``plain``: the compiled plain graph, for a graph that must be compiled at once."""
         assert analysis.packed is not None and analysis.normal is not None
         self.analysis = analysis
         self.options = options
         self.packed: PackedGraph = analysis.packed
         self._constants = analysis.normal.constants
         self.plain_module = gm
-        self._plain = CompiledGraph(gm, options, dynamic=dynamic, name="plain")
+        self._plain = CompiledGraph(gm, options, dynamic=dynamic, name="plain") if plain is None else plain
         self._compiled = CompiledGraph(self.packed.module, options, dynamic=dynamic, name="packed")
         self._broken: Reason | None = None
         self.batches = [
@@ -206,6 +215,11 @@ class Dispatcher:
         if not self.worth(given, computed, plans.values()):
             STATISTICS.add(tokens_computed=given)
             return self._run_plain(args)
+        refused = self.disagreement(args)
+        if refused is not None:
+            STATISTICS.reason(str(refused))
+            STATISTICS.add(tokens_computed=given)
+            return self._run_plain(args)
         check_repeatable(self.options.attention)
         if self.options.attention in BACKENDS:
             gradients = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
@@ -236,7 +250,7 @@ class Dispatcher:
     @property
     def plain_compilations(self) -> int:
         """How often the inner compiler compiled the plain graph."""
-        return self._plain.compilations
+        return self._plain.compilations if isinstance(self._plain, CompiledGraph) else 1
 
     def run_plain(self, *args: Any) -> Any:
         """The untouched graph, compiled; used by verification."""
@@ -257,6 +271,15 @@ class Dispatcher:
                 return Reason(
                     "", f"a number of the model changed from {value} to {present} since the graph was rewritten"
                 )
+        return None
+
+    def disagreement(self, args: Sequence[Any]) -> Reason | None:
+        """The first condition on the data of a call that does not hold."""
+        for condition in self.analysis.conditions:
+            STATISTICS.add(device_syncs=int(_device(args).type != "cpu"))
+            reason = condition.disagree(args)
+            if reason is not None:
+                return reason
         return None
 
     def share(self, args: Sequence[Any]) -> tuple[dict[Frame, PrefixPlan], Publication | None]:

@@ -23,20 +23,35 @@ aten = torch.ops.aten
 _DROPOUTS = {aten.dropout.default: (1, 2), aten.feature_dropout.default: (1, 2), aten.alpha_dropout.default: (1, 2)}
 #: Draw random numbers without carrying torch's seeded tag.
 _RANDOM = {aten.native_dropout.default, aten.bernoulli.default, aten.multinomial.default}
+#: Where the functions of a Dynamo graph may come from. Those of einops only call views and reductions.
+_KNOWN_PACKAGES = ("torch", "_operator", "operator", "builtins", "math", "einops")
 
 
 def check_dynamo_graph(gm: fx.GraphModule) -> None:
-    """Raise WholeGraphUnsupported for a higher-order operator that tracing would not keep whole.
+    """Raise WholeGraphUnsupported for what tracing would not keep whole.
 
     ``make_fx(pre_dispatch=True)`` inlines the forward of a custom autograd function and drops its backward, among
-    others; only activation checkpointing is known to survive.
+    other higher-order operators; only activation checkpointing is known to survive. It also looks into functions that
+    the user keeps from Dynamo (``allow_in_graph``, ``nonstrict_trace``), which may hold such functions, or hooks.
     """
     for node in _all_nodes(gm):
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             if node.target is not CHECKPOINT:
                 raise WholeGraphUnsupported(reason_at(node, "this higher-order operator cannot be rewritten"))
+        elif node.op == "call_function" and _is_opaque(node.target):
+            raise WholeGraphUnsupported(
+                reason_at(node, "a function that Dynamo does not look into: tracing it could lose its own backward")
+            )
         elif node.op == "call_module":
             raise WholeGraphUnsupported(reason_at(node, "a module call was left in the graph"))
+
+
+def _is_opaque(target: object) -> bool:
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return False
+    module = getattr(target, "__module__", None) or "builtins"
+    # Dynamo wraps functions given to ``nonstrict_trace`` into one of its own.
+    return module.split(".")[0] not in _KNOWN_PACKAGES or module.startswith("torch._dynamo.")
 
 
 def check_normal_graph(gm: fx.GraphModule) -> None:

@@ -1,6 +1,7 @@
 """The passes in their order.
 
 Dynamo graph
+-> flex_call                    flex_attention as attention with a mask that can be read
 -> effects.check_dynamo_graph   only known higher-order operators
 -> normalize                    pre-dispatch ATen, same inputs
 -> assemble                     memory filled piece by piece becomes a concatenation
@@ -25,6 +26,7 @@ import dualkv_compile.passes.rules  # noqa: F401  (registers the rules)
 from dualkv_compile.passes import effects
 from dualkv_compile.passes.assembled import assemble
 from dualkv_compile.passes.collapse import collapse_views
+from dualkv_compile.passes.flex_call import BlockLists, translate
 from dualkv_compile.passes.normalize import NormalGraph, normalize
 from dualkv_compile.passes.pack import PackedGraph, pack
 from dualkv_compile.passes.reasons import Reason, WholeGraphUnsupported, reason_at
@@ -55,6 +57,7 @@ class Analysis:
     attentions: int = 0
     packed_attentions: int = 0
     unpublished: Reason | None = None
+    conditions: list[BlockLists] = field(default_factory=list)  # of a call, without which the plain graph runs
 
 
 def analyse(
@@ -65,8 +68,10 @@ def analyse(
     ``strategy`` is the option "attention"; ``compiled`` says whether Inductor will compile the rewritten graph.
     """
     try:
-        effects.check_dynamo_graph(gm)
-        normal = normalize(gm, example_inputs)
+        translation = translate(gm)
+        readable = gm if translation is None else translation.module
+        effects.check_dynamo_graph(readable)
+        normal = normalize(readable, example_inputs)
         _artifact("normalized", normal.module)
         assemble(normal.module)
         effects.check_normal_graph(normal.module)
@@ -76,10 +81,23 @@ def analyse(
     links = Links(normal.module)
     if not links.attentions:
         return Analysis(has_attention=False, normal=normal)
-    result = _pack(normal, links, find_roles(normal, links), strategy, compiled)
+
+    def packed(*, published: bool) -> Analysis:
+        roles = find_roles(normal, links, published=published)
+        result = _pack(normal, links, roles, strategy, compiled)
+        # With one attention left as written, what was made to be read would be run: a mask of all pairs.
+        if translation is not None and result.packed is not None:
+            result.conditions = translation.conditions
+            if result.packed_attentions < result.attentions:
+                result.packed = None
+        if result.packed is None and not result.reasons:
+            result.reasons = [Reason("", "no attention of this graph works on rows that could share a prefix")]
+        return result
+
+    result = packed(published=False)
     assert result.roles is not None
     if result.packed is None and result.roles.refused:
-        given = _pack(normal, links, find_roles(normal, links, published=True), strategy, compiled)
+        given = packed(published=True)
         if given.packed is not None:
             attention, name = next(iter(result.roles.refused.items()))
             given.unpublished = reason_at(
@@ -102,8 +120,6 @@ def _pack(normal: NormalGraph, links: Links, roles: Roles, strategy: str, compil
     if result.packed_attentions:
         result.packed = graph
         result.share = packed_share(links, graph)
-    elif not result.reasons:
-        result.reasons = [Reason("", "no attention of this graph works on rows that could share a prefix")]
     return result
 
 

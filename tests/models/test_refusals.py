@@ -76,6 +76,16 @@ class Doubled(torch.autograd.Function):
         return grad * 3
 
 
+@torch.compiler.allow_in_graph
+def kept_from_dynamo(x: torch.Tensor) -> torch.Tensor:
+    return Doubled.apply(x)
+
+
+@torch._dynamo.nonstrict_trace
+def traced_loosely(x: torch.Tensor) -> torch.Tensor:
+    return Doubled.apply(x)
+
+
 def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     y[:, 1:3].mul_(2.0)
@@ -111,6 +121,8 @@ CASES = {
     "batch_norm": Case(lambda: Decoder(Normalized()), "in place", "self.norm"),
     "custom_op": Case(lambda: Decoder(lambda x: x + reverse(x)), "reverse", "reverse(x)"),
     "autograd_function": Case(lambda: Decoder(Doubled.apply), "autograd_function", ""),
+    "allow_in_graph": Case(lambda: Decoder(kept_from_dynamo), "does not look into", ""),
+    "nonstrict_trace": Case(lambda: Decoder(traced_loosely), "does not look into", ""),
     "in_place_through_a_view": Case(lambda: Decoder(written_through_a_view), "in place", "mul_(2.0)"),
     "bidirectional": Case(lambda: Decoder(nn.Identity(), mask="none"), "later ones", "scaled_dot_product_attention"),
     "random": Case(lambda: Decoder(lambda x: x + 0 * torch.rand_like(x)), "random", "torch.rand_like"),
@@ -155,6 +167,7 @@ def test_refused(name: str) -> None:
     # same.
     model = case.build()
     whole = name in ("autograd_function", "in_place_through_a_view", "bidirectional", "random", "batch_norm")
+    whole |= name in ("allow_in_graph", "nonstrict_trace")
     stats = compare(model, ids, packs=not whole)
     told = [reason for reason in stats["reasons"] if case.says in reason]
     assert told, stats["reasons"]
