@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo_models.sizes import SIZES, overrides
@@ -60,14 +61,17 @@ def build(name: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
     ``model.config._attn_implementation`` tells which attention it got.
     """
     config = configuration(name)
+    make = AutoModelForCausalLM.from_config
+    if "decoder" in config.sub_configs:  # the decoder alone is the language model
+        config, make = config.decoder, getattr(transformers, class_name(name))._from_config
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model = make(config, attn_implementation=attention)
     except (ValueError, ImportError, NotImplementedError):
         if attention == "eager":
             raise
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = make(config, attn_implementation="eager")
     model = model.to(dtype)
     _shake(model)
     model.train()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -21,8 +22,18 @@ def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-#: torch has no formula for its fused attention on the CPU.
+def _grouped(tokens: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * tokens.shape[0] * weight.shape[-2] * weight.shape[-1])
+
+
+def _grouped_backward(tokens: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _grouped(tokens, weight)
+
+
+#: torch has no formula for its fused attention on the CPU, nor for transformers' grouped product.
 _FORMULAS = {
+    torch.ops.transformers.grouped_mm_fallback: _grouped,
+    torch.ops.transformers.grouped_mm_fallback_backward: _grouped_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
 }

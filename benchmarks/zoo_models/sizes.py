@@ -24,6 +24,12 @@ SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
     "type_vocab_size": 2,
+    "hidden_size_global": 32,
+    "encoder_hash_byte_group_vocab": VOCABULARY,
+    "num_codebooks": 1,
+    "adapter_in_dim": 32,
+    "adapter_out_dim": 32,
+    "adapter_input_size": 32,
     # width
     "hidden_size": 32,
     "d_model": 32,
@@ -177,6 +183,7 @@ SIZES: dict[str, Any] = {
 _USED_BY_DEFAULT = {"num_key_value_heads", "pad_token_id", "bos_token_id", "eos_token_id", "head_dim"}
 _DROPOUT = re.compile(r"dropout|pdrop|layerdrop|drop_rate|drop_path|jitter|mask_time_prob|mask_feature_prob")
 
+_LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 _DECODER = {"is_decoder": True}
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -187,6 +194,97 @@ EXTRA: dict[str, dict[str, Any]] = {
             "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
         ).split()
     },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_qk_rope_head_dim": 4,
+        "swa_v_head_dim": 6,
+        "sliding_window": 9,
+        "shared_experts_intermediate_size": 16,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "mpt": {},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_count": 2,
+        "hc_lowrank": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 2,
+    },
+    "roc_bert": {
+        **_DECODER,
+        "pronunciation_embed_dim": 16,
+        "pronunciation_vocab_size": 97,
+        "shape_embed_dim": 16,
+        "shape_vocab_size": 97,
+    },
+    "xmod": {**_DECODER, "default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 2,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "adapter_rank": 8,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
 
@@ -199,7 +297,9 @@ def overrides(name: str, defaults: dict[str, Any], *, subs: tuple[str, ...] = ()
         if attribute in SIZES and (default is not None or attribute in _USED_BY_DEFAULT):
             chosen[attribute] = SIZES[attribute]
         elif _DROPOUT.search(attribute) and isinstance(default, int | float) and not isinstance(default, bool):
-            chosen[attribute] = 0.0
+            chosen[attribute] = type(default)(0)
+    if "kv_lora_rank" in defaults:  # latent attention has no grouped heads, and its rotary part is a head of its own
+        chosen.update({key: value for key, value in _LATENT.items() if key in defaults})
     chosen.update(_layers(defaults))
     chosen.update(EXTRA.get(name, {}))
     return chosen

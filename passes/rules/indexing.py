@@ -38,8 +38,17 @@ def index_select(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value) -> 
 
 @register(aten.index.Tensor, family="indexing")
 def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
-    """``table[ids]``: a table that does not come from the tokens, read at one index per token."""
+    """``table[ids]``, a table that does not come from the tokens at one index per token; or ``x[..., [2, 0]]``, the
+    same features of every token.
+    """
     given = [(place, item) for place, item in enumerate(indices) if item is not None]
+    if x.tags is not None and len(given) == 1:
+        place, picks = given[0]
+        if x.tags[place] is not Dim.FEATURE or picks.is_packed or picks.meta.dtype == torch.bool:
+            raise Unproven("it reads tokens by position")
+        tags = (*x.tags[:place], *(Dim.FEATURE,) * picks.ndim, *x.tags[place + 1 :])
+        before: list[Any] = [None] * place
+        return cx.result(node, tags, [x], cx.emit(node.target, cx.packed(x), [*before, cx.grid(picks)]))
     if x.is_packed or len(given) != 1:
         raise Unproven("it reads tokens by position")
     place, ids = given[0]
