@@ -2,7 +2,7 @@
 
 python benchmarks/zoo.py [--only llama,qwen3] [--core | --list FILE] [--attn sdpa|eager|flex_attention]
     [--checkpointing] [--dtype auto|float32|float64|bfloat16] [--compiler eager|aot_eager|inductor] [--jobs 2]
-    [--limit 300] [--json FILE] [--markdown docs/models.md]
+    [--limit 300] [--json FILE [--update]] [--markdown docs/models.md]
 
 Each model (two or three layers, one of each type that the architecture has) gets a batch of two prompts with three
 rollouts each, left-padded, rows shuffled. Logits at real tokens and every gradient are compared with the model run
@@ -23,6 +23,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from zoo_models import report
 from zoo_models.build import architectures
 from zoo_models.run import Record, Settings
@@ -48,7 +49,11 @@ def main() -> int:
             records.append(record)
             progress.console.print(report.line(record), highlight=False, markup=False, soft_wrap=True)
             progress.update(task, advance=1, description=f"{record.name:20.20}")
-    records.sort(key=lambda record: names.index(record.name))
+    if arguments.update and arguments.json and Path(arguments.json).exists():
+        kept = json.loads(Path(arguments.json).read_text())["models"]
+        records += [Record.from_dict(item) for item in kept if item["name"] not in names]
+    known = architectures()
+    records.sort(key=lambda record: known.index(record.name))
     core = CORE.read_text().split()
     if arguments.json:
         described = {"versions": report.versions(), "settings": vars(settings)}
@@ -63,8 +68,8 @@ def main() -> int:
 
 def _names(arguments: argparse.Namespace) -> list[str]:
     known = architectures()
-    if arguments.only:
-        chosen = arguments.only.split(",")
+    if arguments.only is not None:
+        chosen = arguments.only.split(",") if arguments.only else []
     elif arguments.list or arguments.core:
         chosen = Path(arguments.list or CORE).read_text().split()
     else:
@@ -87,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300, help="seconds per model")
     parser.add_argument("--json", help="write all records to this file")
+    parser.add_argument("--update", action="store_true", help="keep the other models that the file of --json holds")
     parser.add_argument("--markdown", help="write the table to this file")
     return parser.parse_args()
 

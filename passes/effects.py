@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
+from dualkv_compile.passes.filling import concatenate_filled
 from dualkv_compile.passes.normalize import CHECKPOINT
 from dualkv_compile.passes.reasons import WholeGraphUnsupported, reason_at
 
@@ -44,6 +45,7 @@ def check_normal_graph(gm: fx.GraphModule) -> None:
     collectives.
     """
     for module in _graph_modules(gm):
+        concatenate_filled(module.graph)
         for node in list(module.graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from zoo_models.sizes import VOCABULARY
 
 #: Ids below are padding and the special tokens of the size table.

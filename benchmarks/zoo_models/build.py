@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from zoo_models.sizes import SIZES, overrides
 
 
@@ -83,13 +84,26 @@ def _shake(model: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.numel() and parameter.is_floating_point() and bool((parameter == parameter.flatten()[0]).all()):
+            if (
+                parameter.numel()
+                and parameter.is_floating_point()
+                and bool((parameter == parameter.flatten()[0]).all())
+            ):
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.1 * noise.to(parameter.dtype))
 
 
 def routes(config: PretrainedConfig) -> bool:
     """Whether the model chooses experts: a discontinuous function, in which rounding may flip a choice."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "index_topk", "index_topk_blocks")
+    names = (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "index_topk",
+        "index_topk_blocks",
+    )
     parts = [config, config.get_text_config()]
-    return any(isinstance(getattr(part, name, None), int) and getattr(part, name) > 1 for part in parts for name in names)
+    return any(
+        isinstance(getattr(part, name, None), int) and getattr(part, name) > 1 for part in parts for name in names
+    )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import transformers
+
 from zoo_models.run import STATUSES, Record, Settings
 
 

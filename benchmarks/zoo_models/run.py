@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from zoo_models.batch import Batch, mutant, rollouts
-from zoo_models.build import build, class_name, configuration, routes
-from zoo_models.flops import counting
 
 import dualkv_compile
 import dualkv_compile.backend  # before any process is forked
+from zoo_models.batch import Batch, mutant, rollouts
+from zoo_models.build import build, class_name, configuration, routes
+from zoo_models.flops import counting
 
 #: Largest allowed difference / largest magnitude, of logits and of gradients.
 LOGITS, GRADIENTS = 1e-5, 1e-4
@@ -71,6 +71,11 @@ class Record:
         """For JSON."""
         return {**asdict(self), "flops_ratio": self.flops_ratio}
 
+    @classmethod
+    def from_dict(cls, item: dict[str, Any]) -> Record:
+        """The inverse of `to_dict`."""
+        return cls(**{key: value for key, value in item.items() if key != "flops_ratio"})
+
 
 #: packed: the work fell by the share of distinct tokens; partly: by less; plain: nothing shared; wrong: it disagrees
 #: with eager; the others did not get that far.
@@ -85,7 +90,7 @@ class _Outcome:
 
 @contextmanager
 def _experts_in(model: PreTrainedModel, dtype: str) -> Iterator[None]:
-    """torch has no grouped product of float64 outside of Dynamo; a product per token computes the same."""
+    """Torch has no grouped product of float64 outside of Dynamo; a product per token computes the same."""
     if dtype != "float64" or getattr(model.config, "_experts_implementation", None) != "grouped_mm":
         yield
         return

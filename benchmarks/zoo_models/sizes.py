@@ -185,15 +185,26 @@ _DROPOUT = re.compile(r"dropout|pdrop|layerdrop|drop_rate|drop_path|jitter|mask_
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 _DECODER = {"is_decoder": True}
+#: Causal only when told so.
+_BERT_LIKE = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+)
 
 EXTRA: dict[str, dict[str, Any]] = {
-    **{
-        name: _DECODER
-        for name in (
-            "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-            "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
-        ).split()
-    },
+    **dict.fromkeys(_BERT_LIKE, _DECODER),
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -289,7 +300,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def overrides(name: str, defaults: dict[str, Any], *, subs: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Arguments for the configuration ``name`` whose default attributes are ``defaults``; ``subs`` are sub-configurations."""
+    """Arguments for the configuration ``name`` with default attributes ``defaults`` and sub-configurations ``subs``."""
     chosen: dict[str, Any] = {}
     for attribute, default in defaults.items():
         if attribute in subs:

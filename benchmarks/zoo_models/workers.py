@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 import torch
+
 from zoo_models.run import Record, Settings, run
 
 _FORK = multiprocessing.get_context("fork")

@@ -18,9 +18,17 @@ aten = torch.ops.aten
 
 @register(aten.gather.default, family="indexing")
 def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs: Any) -> Value:
-    """Each token picks among its own features by an index that is known from the tokens as well."""
-    if x.tags is None or x.tags[dim] is not Dim.FEATURE:
-        raise Unproven("it gathers along rows or columns, or from a table by position")
+    """Each token picks among its own features, or reads a table that all rows share, by an index that is known from
+    the tokens.
+    """
+    if x.tags is None:
+        assert index.tags is not None and index.frame is not None
+        place = dim % index.ndim
+        tags = (*index.tags[:place], Dim.FEATURE, *index.tags[place + 1 :])
+        new = cx.emit(node.target, cx.operand(x, tags, index.frame), place, cx.packed(index), **kwargs)
+        return cx.result(node, index.tags, [index], new)
+    if x.tags[dim] is not Dim.FEATURE:
+        raise Unproven("it gathers along rows or columns")
     if index.tags != x.tags:
         raise Unproven("its index is not known from the tokens")
     frame, _ = cx.join([x, index])
