@@ -65,9 +65,10 @@ def _quiet(first: fx.Node, last: fx.Node, copies: set[fx.Node]) -> bool:
     """Whether between two nodes nothing is written but by ``copies``, and no grad-mode or autocast region changes."""
     node = first
     while node is not last:
-        if node.op == "call_function" and node not in copies and node.target is not operator.getitem:
-            if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-                return False
+        target = node.target
+        quiet = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        if node.op == "call_function" and node not in copies and target is not operator.getitem and not quiet:
+            return False
         node = node.next
     return True
 

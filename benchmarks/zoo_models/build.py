@@ -31,7 +31,7 @@ def configuration(name: str) -> PretrainedConfig:
 
 def _configure(kind: type[PretrainedConfig], name: str) -> PretrainedConfig:
     defaults = _defaults(kind)
-    subs = {part: found for part, found in (getattr(kind, "sub_configs", None) or {}).items()}
+    subs: dict[str, Any] = dict(getattr(kind, "sub_configs", None) or {})
     arguments = overrides(name, defaults, subs=tuple(subs))
     for part, found in subs.items():
         if part in arguments or not isinstance(defaults.get(part), dict):
@@ -94,16 +94,7 @@ def _shake(model: PreTrainedModel) -> None:
 
 
 def routes(config: PretrainedConfig) -> bool:
-    """Whether the model chooses experts: a discontinuous function, in which rounding may flip a choice."""
-    names = (
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-        "index_topk",
-        "index_topk_blocks",
-    )
-    parts = [config, config.get_text_config()]
-    return any(
-        isinstance(getattr(part, name, None), int) and getattr(part, name) > 1 for part in parts for name in names
-    )
+    """Whether the model chooses experts or keys: a discontinuous function, in which rounding may flip a choice."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "index_topk")
+    counts = [getattr(part, name, None) for part in (config, config.get_text_config()) for name in names]
+    return any(isinstance(count, int) and count > 1 for count in counts)

@@ -90,7 +90,7 @@ class _Outcome:
 
 @contextmanager
 def _experts_in(model: PreTrainedModel, dtype: str) -> Iterator[None]:
-    """Torch has no grouped product of float64 outside of Dynamo; a product per token computes the same."""
+    """There is no grouped product of float64 outside of Dynamo; a product per token computes the same."""
     if dtype != "float64" or getattr(model.config, "_experts_implementation", None) != "grouped_mm":
         yield
         return
