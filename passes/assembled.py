@@ -4,8 +4,8 @@ Before:  ``x = new_empty(k, [B, H, S, 12]); x[..., :8].copy_(a); x[..., 8:].copy
 After:   ``x = cat([a, b], -1)``
 
 Only where the pieces are slices of whole numbers along one dimension that cover it exactly, each written once, in one
-grad-mode and autocast region, and before anything reads the memory. Everything else stays an in-place operator, which
-:mod:`passes.effects` judges.
+grad-mode and autocast region without other writes, before anything reads the memory. Everything else stays an in-place
+operator, which :mod:`passes.effects` judges.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def _assemble(graph: fx.Graph, memory: fx.Node) -> None:
     last = max(pieces.values(), key=order.__getitem__)
     if any(order[reader] < order[last] for reader in readers):
         return
-    node = memory
+    node, copies = memory, set(pieces.values())
     while node is not last:
-        if node.target in _REGIONS:
+        # What is copied must not be written to before the last copy, which is where the concatenation will read it.
+        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.target in _REGIONS or (writes and node not in copies):
             return
         node = node.next
     sources = [_source(piece, pieces[piece]) for _, piece in ordered]

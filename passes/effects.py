@@ -142,18 +142,26 @@ def _same_result(twin: torch._ops.OpOverload, node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether the result of ``node`` may share memory with its first argument."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        # One of several results: new memory (topk), or a part of the operand's (split).
-        return not isinstance(node.args[0].target, torch._ops.OpOverload) or _is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "call_function" and not _is_own_result(node)
     schema = node.target._schema
     if any(returned.alias_info is not None for returned in schema.returns):
         return True
     # CompositeImplicit operators (reshape, contiguous, to) may return their argument without saying so in the schema.
     return node.target in _MAYBE_ALIAS
+
+
+def _is_own_result(node: fx.Node) -> bool:
+    """Whether ``node`` takes one result of an operator that gives each of its results memory of its own (``topk``)."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload):
+        return False
+    if any(returned.alias_info is not None for returned in source.target._schema.returns):
+        return False
+    results = [user.args[1] for user in source.users if user.target is operator.getitem]
+    # Two nodes for one result are two names of one memory; a list of results says nothing about their memory.
+    returns = source.target._schema.returns
+    return len(returns) > 1 and len(results) == len(set(results)) == len(source.users)
 
 
 _MAYBE_ALIAS = {

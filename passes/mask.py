@@ -131,6 +131,7 @@ class Question:
     sources: list[Value] = field(default_factory=list)
     roots: set[Root] = field(default_factory=set)
     biases: list[Bias] = field(default_factory=list)
+    counted: list[fx.Node] = field(default_factory=list)  # masks whose leading false values were counted
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def understood(question: Question, scope: Scope, expression: Expr) -> Lifted:
     if by_position is None and not any(_is_causal(term) for term in terms):
         raise Unproven("its mask lets a token see later ones (it is not causal)")
     kept = [term for term in terms if not _implied(term) and term is not by_position]
+    _check_counted(question, terms)
     for term in kept:
         _check_closed(term)
     joined: Expr | None = None
@@ -587,6 +589,62 @@ def _full(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ..
 @_translates(aten.scalar_tensor.default)
 def _scalar(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     return ("const", node.args[0]) if isinstance(node.args[0], int | float) else None
+
+
+@_translates(aten.sum.dim_IntList)
+def _leading_padding(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """``(valid.cumsum(-1) == 0).sum(-1)``: how many padded columns a row begins with, as chunked masks count from it.
+
+    A whole row's number, yet what a query sees of it is known from its prefix: from the first valid column on nothing
+    is added, so ``(valid.cumsum(-1) == 0).cumsum(-1)`` has the same value there. Earlier queries see no key, which
+    `_check_counted` makes sure of.
+    """
+    flags = node.args[0]
+    if index != (ROW,) or not isinstance(flags, fx.Node) or node.args[1] not in ([-1], [1]):
+        return None
+    value = scope.values.get(flags)
+    valid = _counted_mask(flags)
+    if valid is None or not isinstance(value, Value) or value.tags != (Dim.ROW, Dim.COLUMN):
+        return None
+
+    def make() -> Value:
+        grid = scope.grid(value)
+        with scope.at_definition(grid):
+            count = scope.emit(aten.cumsum.default, grid, 1)
+        return Value(flags, value.tags, value.frame, value.roots, grid=count)
+
+    question.counted.append(valid)
+    return _leaf(question, scope, scope.once(("leading padding", flags), make), (ROW, QUERY))
+
+
+def _counted_mask(flags: fx.Node) -> fx.Node | None:
+    """The boolean mask ``valid`` ``[B, S]`` of ``valid.cumsum(-1) == 0``; None for anything else."""
+    if flags.target not in (aten.eq.Tensor, aten.eq.Scalar):
+        return None
+    total, zero = flags.args[:2]
+    if isinstance(zero, fx.Node):
+        if zero.target not in (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default):
+            return None
+    elif zero != 0:
+        return None
+    if not isinstance(total, fx.Node) or total.target is not aten.cumsum.default or total.args[1] not in (-1, 1):
+        return None
+    valid = total.args[0]
+    # Of whole numbers the sum could return to 0 behind a negative one.
+    is_mask = isinstance(valid, fx.Node) and valid.meta["val"].dtype == torch.bool and valid.meta["val"].ndim == 2
+    return _original(valid) if is_mask else None  # type: ignore[arg-type]
+
+
+def _check_counted(question: Question, terms: Sequence[Expr]) -> None:
+    """A row's padding may be counted only by a mask that hides this padding."""
+    hidden = {
+        _original(question.sources[leaf[1]].source)
+        for term in terms
+        for leaf in [term[1] if term[0] == "bool" else term]
+        if leaf[0] == "k"
+    }
+    if any(valid not in hidden for valid in question.counted):
+        raise Unproven("its mask counts the padding of a row and does not hide it")
 
 
 # ---------------------------------------------------------------------- reading the predicate

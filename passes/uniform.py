@@ -63,6 +63,12 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     if target is aten.unsqueeze.default:
         inserted = int(node.args[1]) % val.ndim  # type: ignore[arg-type]
         return dim == inserted or is_uniform(operands[0], dim - (dim > inserted))
+    if target is aten.expand_as.default or target is aten.repeat.default:
+        return _uniform_operand(operands[0], dim, val.ndim)
+    if target is aten.embedding.default:
+        return dim < val.ndim - 1 and is_uniform(operands[1], dim)
+    if target is aten.index.Tensor:
+        return _uniform_look_up(node, dim)
     if target in _ALONG_ONE_DIM:
         position = _ALONG_ONE_DIM[target]
         along = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0 if position == 1 else -1)
@@ -72,6 +78,21 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     if target in _ELEMENTWISE or (isinstance(target, torch._ops.OpOverload) and is_functional_pointwise(target)):
         return all(_uniform_operand(operand, dim, val.ndim) for operand in operands)
     return False
+
+
+def _uniform_look_up(node: fx.Node, dim: int) -> bool:
+    """``table[ids]``: the same wherever the ids are the same, and along the table's own dimensions."""
+    table, indices = node.args[:2]
+    given = [(place, item) for place, item in enumerate(indices) if item is not None]  # type: ignore[union-attr,arg-type]
+    if len(given) != 1:
+        return False
+    place, ids = given[0]
+    rank = ids.meta["val"].ndim
+    if ids.meta["val"].dtype == torch.bool:
+        return False
+    if place <= dim < place + rank:
+        return is_uniform(ids, dim - place)
+    return is_uniform(table, dim if dim < place else dim - rank + 1)  # type: ignore[arg-type]
 
 
 def _uniform_operand(node: fx.Node, dim: int, rank: int) -> bool:

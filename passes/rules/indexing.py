@@ -19,9 +19,17 @@ aten = torch.ops.aten
 
 @register(aten.gather.default, family="indexing")
 def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs: Any) -> Value:
-    """Each token picks among its own features by an index that is known from the tokens as well."""
-    if x.tags is None or x.tags[dim] is not Dim.FEATURE:
-        raise Unproven("it gathers along rows or columns, or from a table by position")
+    """Each token picks among its own features, or reads a table that all rows share, by an index that is known from
+    the tokens.
+    """
+    if x.tags is None:
+        assert index.tags is not None and index.frame is not None
+        place = dim % index.ndim
+        tags = (*index.tags[:place], Dim.FEATURE, *index.tags[place + 1 :])
+        new = cx.emit(node.target, cx.operand(x, tags, index.frame), place, cx.packed(index), **kwargs)
+        return cx.result(node, index.tags, [index], new)
+    if x.tags[dim] is not Dim.FEATURE:
+        raise Unproven("it gathers along rows or columns")
     if index.tags != x.tags:
         raise Unproven("its index is not known from the tokens")
     frame, _ = cx.join([x, index])
@@ -75,8 +83,17 @@ def index_select(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value) -> 
 
 @register(aten.index.Tensor, family="indexing")
 def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -> Value:
-    """``table[ids]``: a table that does not come from the tokens, read at one index per token."""
+    """``table[ids]``, a table that does not come from the tokens at one index per token; or ``x[..., [2, 0]]``, the
+    same features of every token.
+    """
     given = [(place, item) for place, item in enumerate(indices) if item is not None]
+    if x.tags is not None and len(given) == 1:
+        place, picks = given[0]
+        if x.tags[place] is not Dim.FEATURE or picks.is_packed or picks.meta.dtype == torch.bool:
+            raise Unproven("it reads tokens by position")
+        tags = (*x.tags[:place], *(Dim.FEATURE,) * picks.ndim, *x.tags[place + 1 :])
+        before: list[Any] = [None] * place
+        return cx.result(node, tags, [x], cx.emit(node.target, cx.packed(x), [*before, cx.grid(picks)]))
     if x.is_packed or len(given) != 1:
         raise Unproven("it reads tokens by position")
     place, ids = given[0]

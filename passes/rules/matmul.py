@@ -5,6 +5,7 @@ A product contracts features only, so each token's result depends on that token 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,30 @@ def _batch_tags(cx: Scope, a: Value, b: Value, rank: int) -> Tags:
     if any(tags != packed[0] for tags in packed):
         raise Unproven("operands disagree on which dimensions are rows and columns")
     return packed[0]
+
+
+@register(aten.einsum.default, family="matmul")
+def einsum(cx: Scope, node: fx.Node, equation: str, operands: Sequence[Value], **kwargs: Any) -> Value:
+    """Any product of tensors that sums over features only: a subscript means the same dimension in every operand."""
+    if "." in equation or "->" not in equation:
+        raise Unproven("its subscripts are not all written out")
+    left, result = equation.replace(" ", "").split("->")
+    subscripts = left.split(",")
+    frame, _ = cx.join(operands)
+    known: dict[str, Dim] = {}
+    for letters, value in zip(subscripts, operands, strict=True):
+        for letter, kind in zip(letters, value.tags or (), strict=False):
+            if known.setdefault(letter, kind) is not kind:
+                raise Unproven("operands disagree on which dimensions are rows and columns")
+    if any(kind is not Dim.FEATURE and letter not in result for letter, kind in known.items()):
+        raise Unproven("it sums over rows or columns")
+    held = []
+    for letters, value in zip(subscripts, operands, strict=True):
+        if len(set(letters)) != len(letters):
+            raise Unproven("it reads a diagonal")
+        held.append(cx.operand(value, tuple(known.get(letter, Dim.FEATURE) for letter in letters), frame))
+    tags = tuple(known.get(letter, Dim.FEATURE) for letter in result)
+    return cx.result(node, tags, list(operands), cx.emit(node.target, equation, held, **kwargs))
 
 
 @register(aten.embedding.default, family="matmul")

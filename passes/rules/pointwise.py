@@ -61,6 +61,18 @@ def pointwise(cx: Scope, node: fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 _LOGICAL = (aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther)
 register(*_LOGICAL, aten.where.Scalar, family="pointwise")(pointwise)
+register(
+    aten.polar.default,
+    aten.complex.default,
+    aten.conj.default,
+    aten.resolve_conj.default,
+    aten.real.default,
+    aten.imag.default,
+    aten.rsub.Tensor,
+    aten.masked_fill.Tensor,
+    aten.log_sigmoid.default,
+    family="pointwise",
+)(pointwise)
 
 
 @register(aten.type_as.default, aten.to.other, family="pointwise")

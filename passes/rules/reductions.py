@@ -161,3 +161,23 @@ def norm(
         raise Unproven("its weight comes from the tokens")
     new = cx.emit(node.target, cx.packed(x), list(normalized_shape), *cx.to_grid((weight, *args)), **cx.to_grid(kwargs))
     return cx.result(node, x.tags, [x], new)
+
+
+@register(aten.group_norm.default, family="reductions")
+def group_norm(
+    cx: Scope,
+    node: fx.Node,
+    x: Value,
+    groups: int,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Value:
+    """Normalisation of groups of features of flattened tokens ``[B*S, C, ...]``."""
+    _feature_dims(x, list(range(1, x.ndim)))
+    assert x.tags is not None
+    if any(value is not None and value.is_packed for value in (weight, bias)):
+        raise Unproven("its weight comes from the tokens")
+    held = cx.to_grid((weight, bias))
+    return cx.result(node, x.tags, [x], cx.emit(node.target, cx.packed(x), groups, *held, *args, **kwargs))

@@ -242,9 +242,16 @@ def squeeze(cx: Scope, node: fx.Node, x: Value, dim: int | Sequence[int]) -> Val
 
 @register(aten.expand.default, aten.expand_as.default, family="views")
 def expand(cx: Scope, node: fx.Node, x: Value, size: Any, implicit: bool = False) -> Value:
-    """Broadcast feature dimensions (the repetition of key and value heads); rows and columns keep their size."""
+    """Broadcast feature dimensions (the repetition of key and value heads); rows and columns keep their size.
+
+    ``state.expand_as(tokens)`` gives every token the same as-written state (or that of its column).
+    """
     if x.tags is None:
-        raise Unproven("it takes the shape of another tensor")
+        if node.target is not aten.expand_as.default or size.tags is None:
+            raise Unproven("it takes the shape of another tensor")
+        assert size.frame is not None
+        new = cx.emit(node.target, cx.operand(x, size.tags, size.frame), cx.packed(size))
+        return cx.result(node, size.tags, [size], new)
     shape = node.meta["val"].shape
     extra = len(shape) - x.ndim
     tags = (Dim.FEATURE,) * extra + x.tags
@@ -410,3 +417,20 @@ def pad(cx: Scope, node: fx.Node, x: Value, pads: Sequence[Any], *args: Any, **k
     if any(x.tags[place] is not Dim.FEATURE for place in touched):
         raise Unproven("pads or shifts rows or columns")
     return cx.result(node, x.tags, [x], cx.emit(node.target, cx.packed(x), list(pads), *args, **kwargs))
+
+
+@register(aten.view_as_complex.default, family="views")
+def view_as_complex(cx: Scope, node: fx.Node, x: Value) -> Value:
+    """Pairs of features as complex numbers. Packed tensors may have other strides, which the view does not take."""
+    assert x.tags is not None
+    if x.tags[-1] is not Dim.FEATURE:
+        raise Unproven("it pairs rows or columns")
+    new = cx.emit(node.target, cx.emit(aten.contiguous.default, cx.packed(x)))
+    return cx.result(node, x.tags[:-1], [x], new)
+
+
+@register(aten.view_as_real.default, family="views")
+def view_as_real(cx: Scope, node: fx.Node, x: Value) -> Value:
+    """Complex numbers as pairs of features."""
+    assert x.tags is not None
+    return cx.result(node, (*x.tags, Dim.FEATURE), [x], cx.emit(node.target, cx.packed(x)))

@@ -157,7 +157,7 @@ def test_work() -> None:
     assert work(packed) <= 1.05 * keys(batch) / batch["input_ids"].numel() * work(model)
 
 
-# ------------------------------------------------------------------------------------------------ layers written by hand
+# -------------------------------------------------------------------------------------------- layers written by hand
 
 
 class Layer(nn.Module):
