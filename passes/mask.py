@@ -309,7 +309,9 @@ def _operand(question: Question, scope: Scope, arg: Any, index: tuple[Expr, ...]
 def _leaf(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
     """A vector over the packed tokens, read at the query's or the key's token."""
     kinds = {item[0] for item in index if item[0] in ("qcol", "kcol")}
-    if len(kinds) > 1 or any(item[0] not in ("row", "qcol", "kcol", "const") for item in index):
+    if len(kinds) > 1:
+        return _data_mask(question, scope, value, index)
+    if any(item[0] not in ("row", "qcol", "kcol", "const") for item in index):
         raise Unproven("its mask is data that is indexed by both query and key")
     if not kinds:
         raise Unproven("its mask has a term that belongs to a row as a whole")
@@ -334,6 +336,41 @@ def _leaf(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...
     question.vectors.append((scope, node))
     question.sources.append(value)
     return ("q" if kind == "qcol" else "k", len(question.vectors) - 1)
+
+
+def _data_mask(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
+    """A mask that is data, ``[B or 1, 1, S, S]``: read as what it hides from each query and which keys it hides.
+
+    That this is all it says, and the same for all copies, is compared at each call.
+    """
+    frame = question.frame
+    floating = value.meta.dtype.is_floating_point
+    if (
+        scope.parent is not None
+        or value.tags is not None
+        or value.ndim != 4
+        or index not in ((ROW, ZERO, QUERY, KEY), (ZERO, ZERO, QUERY, KEY))
+        or not all(same(size, frame.columns) for size in value.shape[2:])
+        or not (index[0] == ZERO or same(value.shape[0], frame.rows))
+        or not (value.meta.dtype == torch.bool or (floating and value.source.op == "placeholder"))
+        or value.meta.requires_grad
+    ):
+        raise Unproven("its mask is data that is indexed by both query and key")
+
+    def make() -> tuple[Value, Value]:
+        root = Root(value.source, (Dim.ROW, Dim.FEATURE, Dim.COLUMN, Dim.FEATURE), is_mask=True)
+        scope.roles.roots.setdefault(value.source, (root, frame))
+        node = scope.grid(value)
+        with scope.at_definition(node):
+            read = scope.emit(torch.ops.dualkv.read_mask.default, node, scope.plan(frame, "inverse"))
+            valid, first = (scope.emit(operator.getitem, read, place) for place in range(2))
+        tags, roots = (Dim.ROW, Dim.COLUMN), frozenset([root])
+        return Value(value.source, tags, frame, roots, grid=valid), Value(value.source, tags, frame, roots, grid=first)
+
+    valid, first = scope.once(("data mask", value.source), make)
+    after = _leaf(question, scope, first, (ROW, QUERY))
+    visible = ("and", ("and", ("le", KEY, QUERY), ("ge", KEY, after)), _leaf(question, scope, valid, (ROW, KEY)))
+    return ("where", visible, ("const", 0.0), ("const", -math.inf)) if floating else visible
 
 
 def _pick(scope: Scope, node: fx.Node, picks: Sequence[tuple[int, int]]) -> fx.Node:
@@ -849,4 +886,5 @@ def _validity(question: Question, terms: list[Expr]) -> Value | None:
     source = question.sources[leaf[1]]
     # A value inside a checkpoint body cannot be computed from the graph's inputs alone, and only a value of the grid's
     # own shape (not ``[B, 1, 1, S]``) says of each position whether it is a token.
-    return source if owner.parent is None and source.tags == (Dim.ROW, Dim.COLUMN) else None
+    whole = source.tags == (Dim.ROW, Dim.COLUMN) and source.ndim == 2
+    return source if owner.parent is None and whole else None
