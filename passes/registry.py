@@ -29,14 +29,6 @@ class Entry:
 
 _RULES: dict[object, Entry] = {}
 
-#: The family of rules that were registered from outside of this package.
-USER = "user"
-
-
-def put(target: object, rule: Rule, family: str) -> None:
-    """Make ``rule`` the rule of ``target``, whatever it was before."""
-    _RULES[target] = Entry(rule, family)
-
 
 def register(*targets: object, family: str) -> Callable[[Rule], Rule]:
     """Register the decorated rule for the operator overloads ``targets``."""
@@ -79,3 +71,12 @@ def is_functional_pointwise(target: torch._ops.OpOverload) -> bool:
 def rules() -> dict[object, Entry]:
     """All explicit rules, for documentation and tests."""
     return dict(_RULES)
+
+
+#: The family of rules that were registered from outside of this package.
+USER = "user"
+
+
+def put(target: object, rule: Rule, family: str) -> None:
+    """Make ``rule`` the rule of ``target``, whatever it was before."""
+    _RULES[target] = Entry(rule, family)
