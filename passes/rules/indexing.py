@@ -66,3 +66,19 @@ def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -
     tags = ((Dim.FEATURE,) * place) + ids.tags + features
     held: list[Any] = [None] * place + [cx.packed(ids)]
     return cx.result(node, tags, [ids], cx.emit(node.target, cx.grid(x), held))
+
+
+@register(aten.index_put.default, family="indexing")
+def index_put(
+    cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
+) -> Value:
+    """``x[flags] = number``: tokens, or features of tokens, are set where a mask that is known from the tokens says so."""
+    flags = indices[0]
+    if x.tags is None or len(indices) != 1 or flags is None or flags.tags is None or flags.meta.dtype != torch.bool:
+        raise Unproven("it writes to tokens by position")
+    if flags.tags != x.tags[: flags.ndim] or flags.frame is not x.frame:
+        raise Unproven("operands disagree on which dimensions are rows and columns")
+    if values.is_packed or values.ndim or accumulate:
+        raise Unproven("it writes more than one number")
+    new = cx.emit(node.target, cx.packed(x), [cx.packed(flags)], cx.grid(values))
+    return cx.result(node, x.tags, [x, flags], new)
