@@ -66,7 +66,8 @@ _HEAD = """# Models
 Every causal language model that transformers {transformers} registers, tiny and random (two to four layers, one of each
 type that the architecture has; windows and chunks that cut; four experts, two per token), trained on one batch on the
 CPU: two prompts, three rollouts each, left-padded, rows shuffled. torch {torch}, {dtype}, attention "{attention}" where
-the model has it, `compiler="{compiler}"`{checkpointing}. Written by `python benchmarks/zoo.py --markdown docs/models.md`.
+the model has it, `compiler="{compiler}"`{checkpointing}.
+Written by `python benchmarks/zoo.py --markdown docs/models.md`.
 
 * **packed**: the operations of the compiled call, forward and backward, are at most {slack} times the share of distinct
   tokens ({share:.2f} of the tokens given); the column *operations* is what was counted, packed / plain.

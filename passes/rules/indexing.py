@@ -72,7 +72,7 @@ def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -
 def index_put(
     cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
 ) -> Value:
-    """``x[flags] = number``: tokens, or features of tokens, are set where a mask that is known from the tokens says so."""
+    """``x[flags] = number``: tokens or features are set where a mask that is known from the tokens says so."""
     flags = indices[0]
     if x.tags is None or len(indices) != 1 or flags is None or flags.tags is None or flags.meta.dtype != torch.bool:
         raise Unproven("it writes to tokens by position")
