@@ -25,6 +25,8 @@ def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs:
         assert index.tags is not None and index.frame is not None
         place = dim % index.ndim
         tags = (*index.tags[:place], Dim.FEATURE, *index.tags[place + 1 :])
+        if Dim.COLUMN in tags or Dim.TOKEN in tags:
+            raise Unproven("it gathers from a table by position")
         new = cx.emit(node.target, cx.operand(x, tags, index.frame), place, cx.packed(index), **kwargs)
         return cx.result(node, index.tags, [index], new)
     if x.tags[dim] is not Dim.FEATURE:
