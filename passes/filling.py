@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -81,10 +82,11 @@ def _part(tensor: fx.Node, piece: fx.Node) -> _Part | None:
         return None
     source = copy.args[1]
     rank = tensor.meta["val"].ndim
-    _, dim, start, stop, step = (*piece.args, *(0, None, None, 1)[len(piece.args) - 1 :])
-    size = tensor.meta["val"].shape[int(dim) % rank]  # type: ignore[arg-type]
+    given: list[Any] = [*piece.args[1:], *[0, None, None, 1][len(piece.args) - 1 :]]
+    dim, start, stop, step = given
+    size = tensor.meta["val"].shape[int(dim) % rank]
     start, stop = (0 if start is None else start), (size if stop is None else stop)
-    if not all(isinstance(number, int) for number in (size, start, stop)) or step != 1 or start < 0 or stop < 0:  # type: ignore[operator]
+    if not all(isinstance(number, int) for number in (size, start, stop)) or step != 1 or start < 0 or stop < 0:
         return None
     if not isinstance(source, fx.Node) or len(copy.args) != 2:
         return None
@@ -94,7 +96,7 @@ def _part(tensor: fx.Node, piece: fx.Node) -> _Part | None:
         return None
     if not all(map(same, value.shape, place.shape)):
         return None
-    return _Part(int(dim) % rank, start, min(stop, size), piece, copy, source)  # type: ignore[arg-type,type-var]
+    return _Part(int(dim) % rank, start, min(stop, size), piece, copy, source)
 
 
 def _concatenate(graph: fx.Graph, tensor: fx.Node, parts: list[_Part], last: fx.Node) -> None:

@@ -83,7 +83,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
 def _uniform_look_up(node: fx.Node, dim: int) -> bool:
     """``table[ids]``: the same wherever the ids are the same, and along the table's own dimensions."""
     table, indices = node.args[:2]
-    given = [(place, item) for place, item in enumerate(indices) if item is not None]  # type: ignore[union-attr,arg-type]
+    given = [(place, item) for place, item in enumerate(indices) if item is not None]  # type: ignore[arg-type]
     if len(given) != 1:
         return False
     place, ids = given[0]
