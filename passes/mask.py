@@ -637,7 +637,7 @@ def _leading_padding(question: Question, scope: Scope, node: fx.Node, index: tup
     `_check_counted` makes sure of.
     """
     flags = node.args[0]
-    if index != (ROW,) or not isinstance(flags, fx.Node) or node.args[1] not in ([-1], [1]):
+    if index != (ROW,) or not isinstance(flags, fx.Node) or node.args[1] not in ([-1], [1]) or node.kwargs:
         return None
     value = scope.values.get(flags)
     valid = _counted_mask(flags)
