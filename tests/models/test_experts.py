@@ -173,13 +173,15 @@ def test_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(graph: Callable[..., Any], inputs: Any) -> tuple[int, int]:
         with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={grouped_mm: product}) as counter:
             graph(*inputs)
-        return counter.get_total_flops(), counter.get_flop_counts()["Global"][grouped_mm]
+        counts = counter.get_flop_counts()["Global"]
+        # Torch has no formula for the plain graph's attention on the CPU, so attention is left out of both.
+        return sum(count for op, count in counts.items() if "attention" not in str(op)), counts[grouped_mm]
 
     packed = work(dispatcher.packed.module, dispatcher.prepare(args, dispatcher.find_plans(args)))
     plain = work(dispatcher.plain_module, args)
     computed, given = keys(batch), batch["input_ids"].numel()
     assert packed[1] * given == plain[1] * computed > 0
-    assert packed[0] * given <= 1.05 * plain[0] * computed
+    assert packed[0] * given == plain[0] * computed
 
 
 # ----------------------------------------------------------------------------------------------- layers written by hand
