@@ -394,10 +394,10 @@ class Scope:
         tags = value.tags
         with self.at_definition(value.grid):
             token = self.plan(value.frame, "token")
-            if (flat := flat_dim(tags)) >= 0:
+            if (flat_place := flat_dim(tags)) >= 0:
                 apart, place = self._apart(value, value.grid)
                 site = self.emit(torch.ops.dualkv.pack.default, apart, token, place)
-                result = self._flatten(site, tags[flat], flat)
+                result = self._flatten(site, tags[flat_place], flat_place)
             else:
                 order, row = _together(tags), dim_of(tags, Dim.ROW)
                 flat = self.emit(aten.flatten.using_ints, self._permute(value.grid, order), row, row + 1)
@@ -489,6 +489,11 @@ class Scope:
         if not well_formed(tags):
             raise Unproven("rows and columns do not stay apart and in order")
         assert (Dim.SORTED in tags) == isinstance(frame, Ordering)
+        flat = flat_dim(tags)
+        if flat >= 0 and tags[flat] in (Dim.ASSIGNMENT, Dim.STACKED):
+            val = fake_value(node) if position is None else fake_value(node)[position]
+            if ratio(val.shape[flat], frame.rows * frame.columns) is None:
+                raise Unproven("how many entries each token has is not one number for all batches")
         self.records.emitted[node] = packed
         return Value(node, tags, frame, roots, packed=packed, position=position)
 
