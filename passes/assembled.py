@@ -97,7 +97,8 @@ def _span(memory: fx.Node, piece: fx.Node) -> tuple[int, int, int] | None:
         return None
     if stop is not None and not isinstance(stop, int):
         return None
-    return place, *slice(start, stop).indices(size)[:2]
+    first, last, _ = slice(start, stop).indices(size)
+    return place, first, last
 
 
 def _source(piece: fx.Node, copy: fx.Node) -> fx.Node | None:
