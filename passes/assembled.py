@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from dualkv_compile.passes.regions import region_between
 from dualkv_compile.passes.values import same
 
 aten = torch.ops.aten
@@ -24,11 +25,6 @@ _NEW_MEMORY = {
     aten.new_zeros.default,
     aten.zeros.default,
     aten.zeros_like.default,
-}
-_REGIONS = {
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
 }
 
 
@@ -65,11 +61,8 @@ def _assemble(graph: fx.Graph, memory: fx.Node) -> None:
     last = max(pieces.values(), key=order.__getitem__)
     if any(order[reader] < order[last] for reader in readers):
         return
-    node = memory
-    while node is not last:
-        if node.target in _REGIONS:
-            return
-        node = node.next
+    if region_between(memory, last):
+        return
     sources = [_source(piece, pieces[piece]) for _, piece in ordered]
     if any(source is None for source in sources):
         return

@@ -124,6 +124,14 @@ def narrow_values(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, 
     return nn.functional.pad(out, (0, WIDTH - 4))
 
 
+def keys_without_gradient(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    """Packed, as what is computed without gradient is a value like any other."""
+    with torch.no_grad():
+        turned = k.transpose(-1, -2)
+    scores = q @ turned
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+
 def wide_scores(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
     """Scores in another precision than the values."""
     scores = scores_of(q.float(), k.float())
@@ -132,7 +140,7 @@ def wide_scores(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, ma
 
 FORMS = [
     additive, filled, triangle, upper_triangle, softcap, alibi, alibi_of_columns, sinks, batched, grouped,
-    narrow_values,
+    narrow_values, keys_without_gradient,
 ]  # fmt: skip
 
 
@@ -240,6 +248,37 @@ def shifted_by_another(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Ten
     return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
+def bias_by_head_and_row(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    """Laid out with heads before rows, and read as if rows came first."""
+    rows, _, columns, _ = q.shape
+    bias = (m.slopes[:, None, None] * mask.cumsum(-1)).reshape(rows * HEADS, 1, columns)
+    scores = (scores_of(q, k).reshape(rows * HEADS, columns, columns) + bias).view(rows, HEADS, columns, columns)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+
+def detached_probabilities(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    return scores_of(q, k).masked_fill(~visible, -torch.inf).softmax(-1).detach() @ v
+
+
+def scores_without_gradient(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        probabilities = scores_of(q, k).masked_fill(~visible, -torch.inf).softmax(-1)
+    return probabilities @ v
+
+
+def bias_without_gradient(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    rows, _, columns, _ = q.shape
+    bias = (m.slopes[:, None] * mask.cumsum(-1)[:, None, :]).reshape(rows * HEADS, 1, columns)
+    with torch.no_grad():
+        bias = bias + 1.0
+    scores = (scores_of(q, k).reshape(rows * HEADS, columns, columns) + bias).view(rows, HEADS, columns, columns)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+
+def scaled_after_the_mask(m: Decoder, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Tensor) -> Tensor:
+    return ((q @ k.mT).masked_fill(~visible, torch.finfo(torch.float16).min) * 1e-4).softmax(-1) @ v
+
+
 WRITTEN = "attention written as softmax of a product: "
 NEAR_MISSES = {
     along_queries: "matmul: ",
@@ -254,6 +293,11 @@ NEAR_MISSES = {
     sinks_with_value: "matmul: ",
     last_key_dropped: "matmul: ",
     shifted_by_another: "matmul: ",
+    bias_by_head_and_row: WRITTEN,
+    detached_probabilities: "matmul: ",
+    scores_without_gradient: "matmul: ",
+    bias_without_gradient: WRITTEN + "its scores have a bias that is cut off from its gradient",
+    scaled_after_the_mask: WRITTEN + "its scores are scaled after they are masked",
 }
 
 
