@@ -132,6 +132,7 @@ class Question:
     roots: set[Root] = field(default_factory=set)
     biases: list[Bias] = field(default_factory=list)
     counted: list[fx.Node] = field(default_factory=list)  # masks whose leading false values were counted
+    stopped: bool = False  # whether what is asked about now reaches the scores without its gradient
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,10 @@ def at(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...])
         return _leaf(question, scope, value, index)
     step = _TRANSLATORS.get(node.target) if node.op == "call_function" else None
     if step is not None:
+        before = question.stopped
+        question.stopped = before or node.target is aten.detach.default or scope.in_another_grad_mode(node)
         answer = step(question, scope, node, index)
+        question.stopped = before
         if answer is not None:
             return answer
     if node.op == "get_attr" and not index:
@@ -251,6 +255,8 @@ def _bias(question: Question, scope: Scope, node: fx.Node, value: Value, index: 
     """A floating-point value that depends on head and key only: a number that is added to scores."""
     if not node.meta["val"].is_floating_point() or not any(item in (HEAD, KEY) for item in index):
         return None
+    if question.stopped:
+        raise Unproven("its scores have a bias that is cut off from its gradient on the way")
     if node.op == "call_function" and node.target in _TAKEN_APART:
         return None
     if any(item not in (ROW, HEAD, KEY) and item[0] != "const" for item in index) or index.count(KEY) > 1:
@@ -552,7 +558,7 @@ def _view(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ..
         dim, (size, item) = solid.pop(0), given.pop(0)
         if same(old[dim], size):
             source[dim] = item
-        elif item == ROW_AND_HEAD and solid and same(old[dim] * old[solid[0]], size):
+        elif item == ROW_AND_HEAD and solid and _are_rows_and_heads(question, old[dim], old[solid[0]], size):
             source[dim], source[solid.pop(0)] = ROW, HEAD
         elif item == ROW and given and given[0][1] == HEAD and same(size * given[0][0], old[dim]):
             source[dim] = ROW_AND_HEAD
@@ -560,6 +566,11 @@ def _view(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ..
         else:
             return None
     return None if solid or given else at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
+
+
+def _are_rows_and_heads(question: Question, first: Size, second: Size, size: Size) -> bool:
+    """Whether two dimensions are rows and heads in this order (heads and rows have the same product)."""
+    return question.scores is not None and same(second, question.scores.heads) and same(first * second, size)
 
 
 @_translates(aten.slice.Tensor)
