@@ -260,7 +260,10 @@ class Dispatcher:
         inputs = self.prepare(args, plans)
         try:
             result = self._compiled(*inputs)
-        except (CompilationError, _StopRecomputationError):
+        except CompilationError:
+            raise
+        except _StopRecomputationError:
+            STATISTICS.add(packed_calls=1, tokens_computed=computed)
             raise
         except Exception as error:
             return self._failed(error, args, given)
