@@ -1,17 +1,18 @@
 """Makes Accelerate take ``"dualkv"`` as a compile backend, in processes that never import our package.
 
-Accelerate (and with it ``TrainingArguments(torch_compile_backend=...)`` and TRL) checks the name of a backend against an
-enumeration of its own before torch is asked for it, so torch's entry point for backends comes too late. ``import torch``
-calls `register`, through torch's entry point group ``torch.backends``; it leaves a finder in ``sys.meta_path`` that waits
-for the import of one module, ``accelerate.accelerator``, and removes itself then. `connect` then does two things, which
-matter only where the name ``"dualkv"`` is given:
+Accelerate (and with it ``TrainingArguments(torch_compile_backend=...)`` and TRL) checks the name of a backend against
+an enumeration of its own before torch is asked for it, so torch's entry point for backends comes too late.
+``import torch`` calls `register`, through torch's entry point group ``torch.backends``; it leaves a finder in
+``sys.meta_path`` that waits for the import of one module, ``accelerate.accelerator``, and removes itself then.
+`connect` then does two things, which matter only where the name ``"dualkv"`` is given:
 
 * the enumeration gets the member ``DUALKV``;
 * a model prepared for that backend is compiled in place (`dualkv_compile.integrations.in_place`) instead of being
   wrapped, so that calls of the model itself, which trainers make for old log-probabilities, run compiled as well.
 
-This module stands outside the package because importing any part of that imports all of it, which ``import torch`` must
-not pay for. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's group off; ``import dualkv_compile`` then does the same.
+This module stands outside the package because importing any part of that imports all of it, which ``import torch``
+must not pay for. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's group off; ``import dualkv_compile`` then does
+the same.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def connect(module: ModuleType) -> None:
 def _add_member(enumeration: Any, name: str) -> Any:
     """A new member of an enumeration of strings, with itself as its value."""
     member = str.__new__(enumeration, name)
-    member._name_ = member._value_ = name  # type: ignore[attr-defined]
-    member.__objclass__ = enumeration  # type: ignore[attr-defined]
-    member._sort_order_ = len(enumeration.__members__)  # type: ignore[attr-defined]
+    member._name_ = member._value_ = name
+    member.__objclass__ = enumeration
+    member._sort_order_ = len(enumeration.__members__)
     setattr(enumeration, name, member)
     enumeration._member_names_.append(name)
     enumeration._member_map_[name] = member

@@ -5,8 +5,8 @@ use up the few graphs that Dynamo keeps for a frame (``torch._dynamo.config.reco
 runs uncompiled without a word:
 
 * ``generate`` calls the model with a KV cache, in several shapes and modes. Such calls have nothing to share.
-* TRL switches gradient checkpointing off and on around each pass without gradient. Each time, transformers adds one more
-  forward hook to the embedding, and Dynamo's guard on their number fails.
+* TRL switches gradient checkpointing off and on around each pass without gradient. Each time, transformers adds one
+  more forward hook to the embedding, and Dynamo's guard on their number fails.
 """
 
 from __future__ import annotations

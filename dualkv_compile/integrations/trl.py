@@ -26,8 +26,8 @@ log = logging.getLogger("dualkv_compile")
 def share_prefixes(trainer: Any, *, across_steps: bool = False, **compile_arguments: Any) -> None:
     """Prepare a TRL trainer (GRPO, RLOO, DPO and others with a model of their own) before ``trainer.train()``.
 
-    * The model is compiled in place unless it is already (with ``compile_arguments``: ``options=...`` and so on), and so
-      is a reference model, which TRL loads itself. Generation runs as written (`in_place`).
+    * The model is compiled in place unless it is already (with ``compile_arguments``: ``options=...`` and so on), and
+      so is a reference model, which TRL loads itself. Generation runs as written (`in_place`).
     * Trainers that generate keep rows of a prompt together (`keep_groups_together`).
     * Settings that leave nothing to share are logged, one line each, with the remedy.
 
@@ -51,20 +51,20 @@ def share_prefixes(trainer: Any, *, across_steps: bool = False, **compile_argume
 def keep_groups_together(trainer: Any, *, across_steps: bool = False) -> None:
     """Let a trainer that generates (GRPO, RLOO) cut its micro-batches along prompts.
 
-    These trainers shuffle the rows of a generation batch and then cut it into micro-batches, which tears the rollouts of
-    a prompt apart. From now on the rows of each optimizer step are put in order by prompt before they are used.
+    These trainers shuffle the rows of a generation batch and then cut it into micro-batches, which tears the rollouts
+    of a prompt apart. From now on the rows of each optimizer step are put in order by prompt before they are used.
 
     What stays as it was: the rows of every optimizer step, each with its own advantage, old and reference
     log-probabilities; that each row is used once per iteration; the sizes of the micro-batches; the state of the random
     generators; the random order of the prompts, and of the rows within a prompt (that of their first appearance in
-    TRL's own shuffle). So the gradient of an optimizer step is the same but for rounding, for every loss that weighs a row
-    (or its tokens) the same in each micro-batch: ``grpo``, ``dapo``, ``dr_grpo``, ``cispo``, ``sapo``, ``vespo``, ``luspo``
-    and RLOO. Where a micro-batch normalises by something of its own (``bnpo``, ``entropy_coef``,
+    TRL's own shuffle). So the gradient of an optimizer step is the same but for rounding, for every loss that weighs a
+    row (or its tokens) the same in each micro-batch: ``grpo``, ``dapo``, ``dr_grpo``, ``cispo``, ``sapo``, ``vespo``,
+    ``luspo`` and RLOO. Where a micro-batch normalises by something of its own (``bnpo``, ``entropy_coef``,
     ``top_entropy_quantile``, the auxiliary loss of experts), it does so over other rows than before.
 
-    With ``across_steps=True`` the order is that of the whole generation batch, so that rows of a prompt also meet in the
-    same optimizer step when there are several (``steps_per_generation > gradient_accumulation_steps``). Each row is still
-    used once, but an optimizer step then holds whole prompts rather than a random choice of rows.
+    With ``across_steps=True`` the order is that of the whole generation batch, so that rows of a prompt also meet in
+    the same optimizer step when there are several (``steps_per_generation > gradient_accumulation_steps``). Each row is
+    still used once, but an optimizer step then holds whole prompts rather than a random choice of rows.
 
     Raises TypeError for a trainer that does not generate. A second call changes ``across_steps`` only.
     """
@@ -182,7 +182,7 @@ def obstacles(trainer: Any) -> list[str]:
     generates = hasattr(trainer, "_buffered_inputs")
     if generates and getattr(args, "per_device_train_batch_size", 2) == 1:
         found.append(
-            "per_device_train_batch_size=1 leaves one row in a micro-batch, which shares nothing with itself; raise it to "
-            "num_generations and lower gradient_accumulation_steps by the same factor"
+            "per_device_train_batch_size=1 leaves one row in a micro-batch, which shares nothing with itself; raise it "
+            "to num_generations and lower gradient_accumulation_steps by the same factor"
         )
     return found
