@@ -42,6 +42,10 @@ def main() -> int:
     names = _names(arguments)
     console = Console(file=sys.stderr)
     records: list[Record] = []
+    if arguments.update and arguments.json and Path(arguments.json).exists():
+        kept = json.loads(Path(arguments.json).read_text())["models"]
+        records = [Record.from_dict(item) for item in kept if item["name"] not in names]
+    core = CORE.read_text().split()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("models", total=len(names))
@@ -49,21 +53,21 @@ def main() -> int:
             records.append(record)
             progress.console.print(report.line(record), highlight=False, markup=False, soft_wrap=True)
             progress.update(task, advance=1, description=f"{record.name:20.20}")
-    if arguments.update and arguments.json and Path(arguments.json).exists():
-        kept = json.loads(Path(arguments.json).read_text())["models"]
-        records += [Record.from_dict(item) for item in kept if item["name"] not in names]
+            _save(arguments, settings, records)  # after each model, so that an interrupted run is not lost
     known = architectures()
     records.sort(key=lambda record: known.index(record.name))
-    core = CORE.read_text().split()
-    if arguments.json:
-        described = {"versions": report.versions(), "settings": vars(settings)}
-        Path(arguments.json).write_text(
-            json.dumps({**described, "models": [record.to_dict() for record in records]}, indent=1) + "\n"
-        )
+    _save(arguments, settings, records)
     if arguments.markdown:
         Path(arguments.markdown).write_text(report.markdown(records, settings, core))
     print(report.summary(records, core))
     return int(any(record.status == "wrong" for record in records))
+
+
+def _save(arguments: argparse.Namespace, settings: Settings, records: list[Record]) -> None:
+    if arguments.json:
+        described = {"versions": report.versions(), "settings": vars(settings)}
+        models = [record.to_dict() for record in records]
+        Path(arguments.json).write_text(json.dumps({**described, "models": models}, indent=1) + "\n")
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:

@@ -375,8 +375,9 @@ class _StrategySpy(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.dualkv.packed_attention.default:
-            mask, scale, strategy = args[8:11]
-            self.found.add(packed_attention.choose(args[0], args[1], args[2], from_text(mask), scale, strategy))
+            mask, scale, strategy, bias, _, softcap = args[8:14]
+            operands = (*args[:3], from_text(mask), scale, strategy, bias, softcap)
+            self.found.add(packed_attention.choose(*operands))
         return func(*args, **(kwargs or {}))
 
 

@@ -15,8 +15,12 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+# Not an error: how a checkpoint ends a recomputation that has given all it needs.
+from torch.utils.checkpoint import _StopRecomputationError
+
 from dualkv_compile.compiled import CompiledGraph
 from dualkv_compile.errors import CompilationError, DualKVError, UnsupportedGraphError
+from dualkv_compile.kernels.data_mask import read_mask, readable
 from dualkv_compile.kernels.flex import BACKENDS, check
 from dualkv_compile.kernels.strategy import check_repeatable
 from dualkv_compile.options import Options
@@ -47,7 +51,9 @@ class Batch:
         self.frame = frame
         self._symbols: SymbolTable = analysis.symbols
         self._options = options
-        self._data = [root for root in roots if not root.static]
+        self._data = [root for root in roots if root.input_index is not None]
+        module = analysis.normal.module
+        self._masks = [(root, value_function(module, root.node)) for root in roots if root.is_mask]
         self._static = [root for root in roots if root.static]
         self._cache = PlanCache()
         self._static_plans: dict[tuple[Any, ...], PrefixPlan] = {}
@@ -68,7 +74,7 @@ class Batch:
         columns = self._symbols.evaluate(self.frame.columns, args)
         device = _device(args)
         heads = [self._head(root, rows, args) for root in self._static]
-        if not self._data and self._keep is None and self._valid is None and len(set(heads)) == 1:
+        if not self._data and not self._masks and self._keep is None and self._valid is None and len(set(heads)) == 1:
             key = (heads[0], columns, device)
             if key not in self._static_plans:
                 groups, shared = heads[0]
@@ -81,9 +87,19 @@ class Batch:
             return self._published(publication, (rows, columns), surrogates, args)
         keys = [args[root.input_index].detach() for root in self._data if root.input_index is not None]
         keys.extend(surrogates)
+        grid = torch.empty(rows, columns, device="meta")
+        waits = 0
+        for root, function in self._masks:
+            mask = function(*args)
+            valid, first = read_mask(mask, grid)
+            waits += int(device.type != "cpu")
+            if not readable(mask, valid, first):
+                raise Unshared(_UNREADABLE.format(root.node.name))
+            keys.extend((valid, first))
         keep = None if self._keep is None else self._keep(*args).bool()
         valid = None if self._valid is None else self._valid(*args).bool()
-        return self._cache.get(keys, min_shared=self._options.min_shared, keep=keep, valid=valid)
+        plan, syncs = self._cache.get(keys, min_shared=self._options.min_shared, keep=keep, valid=valid)
+        return plan, syncs + waits
 
     def _published(
         self, publication: Publication, sizes: tuple[int, int], extra: Sequence[Tensor], args: Sequence[Any]
@@ -98,11 +114,14 @@ class Batch:
         valid = None if self._valid is None else self._valid(*args).bool()
         plan, syncs = publication.plan(*extra, min_shared=self._options.min_shared, valid=valid)
         inputs = [(root, args[root.input_index]) for root in self._data if root.input_index is not None]
+        inputs += [(root, function(*args)) for root, function in self._masks]
         new = [(root, x) for root, x in inputs if not CARRIERS.known_equal(x, publication)]
         if new:
-            agree = torch.stack([copies_agree(x, plan).to(new[0][1].device) for _, x in new]).tolist()
-            syncs += int(new[0][1].device.type != "cpu")
-            for (root, _), equal in zip(new, agree, strict=True):
+            found = [_agreement(root, x, plan) for root, x in new]
+            syncs += int(plan.token.device.type != "cpu")
+            for (root, _), (form, equal) in zip(new, torch.stack(found).tolist(), strict=True):
+                if not form:
+                    raise Unshared(_UNREADABLE.format(root.node.name))
                 if not equal:
                     raise Unshared(f"input {root.node.name} differs between rows that share the published prefixes")
             CARRIERS.remember([x for _, x in new], publication, equal=True)
@@ -122,6 +141,20 @@ class Batch:
             low, high, _ = slice(first, last).indices(stop - start)
             start, stop = start + low, start + max(low, high)
         return start, stop
+
+
+_UNREADABLE = (
+    "mask {} is not made of causality, a first key for each query and hidden keys (or adds numbers to the scores)"
+)
+
+
+def _agreement(root: Root, x: Tensor, plan: PrefixPlan) -> Tensor:
+    """Whether an input has the form that was read in it, and whether its copies agree: bool ``[2]``."""
+    if not root.is_mask:
+        equal = copies_agree(x, plan)
+        return torch.stack([torch.ones_like(equal), equal])
+    valid, first = read_mask(x, plan.inverse)
+    return torch.stack([readable(x, valid, first), copies_agree(valid, plan) & copies_agree(first, plan)])
 
 
 def _surrogate(groups: Sequence[int], shared: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -189,7 +222,7 @@ class Dispatcher:
         ]
         self._by_frame = {batch.frame: batch for batch in self.batches}
         # Graphs that have the tokens themselves need no tree from elsewhere.
-        roots = [root for found in self.packed.roots.values() for root in found if root.input_index is not None]
+        roots = [root for found in self.packed.roots.values() for root in found if not root.is_mask]
         self._takes_publications = any(root.node.meta["val"].is_floating_point() for root in roots)
         self._activations = [index for index, given in enumerate(analysis.normal.inputs) if not given.is_parameter]
         self._told: set[str] = set()
@@ -227,7 +260,7 @@ class Dispatcher:
         inputs = self.prepare(args, plans)
         try:
             result = self._compiled(*inputs)
-        except CompilationError:
+        except (CompilationError, _StopRecomputationError):
             raise
         except Exception as error:
             return self._failed(error, args, given)

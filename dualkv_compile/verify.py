@@ -64,7 +64,8 @@ def verify_call(
     check = _Check(dispatcher, args, inputs, plans)
     packed = pytree.tree_leaves(result)
     gradients = dispatcher.options.verify == "grad" and torch.is_grad_enabled() and bool(check.differentiable)
-    with _generators_kept(args):
+    # A checkpoint around the compiled function counts what is saved for the backward; it must not see this.
+    with _generators_kept(args), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         if not gradients:
             with torch.no_grad():
                 plain = pytree.tree_leaves(dispatcher.run_plain(*[_copy(arg) for arg in args]))

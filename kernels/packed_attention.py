@@ -239,7 +239,8 @@ def _backward(
         )
         grads = (three[0], three[1], three[2])
     grad_sinks = None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
-    return (*grads, *(q.new_empty(0) if grad is None else grad for grad in (grad_bias, grad_sinks)))
+    of_bias, of_sinks = (q.new_empty(0) if grad is None else grad for grad in (grad_bias, grad_sinks))
+    return (*grads, of_bias, of_sinks)
 
 
 torch.library.impl("dualkv::packed_attention", "CompositeExplicitAutograd", _forward)

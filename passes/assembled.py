@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from dualkv_compile.passes.regions import region_between
 from dualkv_compile.passes.values import same
 
 aten = torch.ops.aten
@@ -24,11 +25,6 @@ _NEW_MEMORY = {
     aten.new_zeros.default,
     aten.zeros.default,
     aten.zeros_like.default,
-}
-_REGIONS = {
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
 }
 
 
@@ -65,13 +61,8 @@ def _assemble(graph: fx.Graph, memory: fx.Node) -> None:
     last = max(pieces.values(), key=order.__getitem__)
     if any(order[reader] < order[last] for reader in readers):
         return
-    node, copies = memory, set(pieces.values())
-    while node is not last:
-        # What is copied must not be written to before the last copy, which is where the concatenation will read it.
-        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if node.target in _REGIONS or (writes and node not in copies):
-            return
-        node = node.next
+    if region_between(memory, last) or _written_between(memory, last, set(pieces.values())):
+        return
     sources = [_source(piece, pieces[piece]) for _, piece in ordered]
     if any(source is None for source in sources):
         return
@@ -88,6 +79,17 @@ def _assemble(graph: fx.Graph, memory: fx.Node) -> None:
     graph.erase_node(memory)
 
 
+def _written_between(memory: fx.Node, last: fx.Node, copies: set[fx.Node]) -> bool:
+    """Whether anything but ``copies`` is written: what was copied early would be read late, by the concatenation."""
+    node = memory
+    while node is not last:
+        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if writes and node not in copies:
+            return True
+        node = node.next
+    return False
+
+
 def _span(memory: fx.Node, piece: fx.Node) -> tuple[int, int, int] | None:
     """Dimension, start and stop of a slice in whole numbers, None for another kind of slice."""
     shape = memory.meta["val"].shape
@@ -99,7 +101,8 @@ def _span(memory: fx.Node, piece: fx.Node) -> tuple[int, int, int] | None:
         return None
     if stop is not None and not isinstance(stop, int):
         return None
-    return place, *slice(start, stop).indices(size)[:2]
+    first, last, _ = slice(start, stop).indices(size)
+    return place, first, last
 
 
 def _source(piece: fx.Node, copy: fx.Node) -> fx.Node | None:

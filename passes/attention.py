@@ -86,6 +86,9 @@ def written(cx: Scope, node: fx.Node, chain: Written) -> Value:
     # The product reads keys as [rows, heads, features, columns].
     swapped = (chain.query.swapped, not chain.key.swapped, chain.value.swapped)
     parts = _operands(cx, *zip((query, key, value), swapped, strict=True))
+    heads = node.meta["val"].shape[1]
+    if not same(parts[0].heads, heads) or not all(same(x.heads, heads) or same(x.heads, 1) for x in parts[1:]):
+        raise Unproven("its query has fewer heads than its keys or values")
     frame, _ = cx.join([query, key, value])
     return _attend(cx, node, parts, scores.meaning(cx, chain, frame, parts[0].heads))
 

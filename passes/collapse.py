@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from dualkv_compile.passes.regions import region_between
+
 aten = torch.ops.aten
 
 #: Row-major views: only the sizes of the result matter.
@@ -34,6 +36,8 @@ def collapse_views(module: fx.GraphModule) -> None:
                 continue
             source = node.args[0]
             while isinstance(source, fx.Node) and source.op == "call_function" and source.target in VIEWS:
+                if region_between(source, node):  # a view made without gradient must stay one
+                    break
                 source = source.args[0]
             if source is not node.args[0]:
                 node.target = aten.reshape.default

@@ -88,8 +88,9 @@ def bound(node: fx.Node) -> Size | None:
     if not _is_tensor_call(node):
         return None
     source = node.args[0]
-    if node.target in (aten.cat.default, aten.concat.default):
-        return _common([bound(part) for part in source])  # type: ignore[union-attr]
+    if isinstance(source, list | tuple):
+        joined = node.target in (aten.cat.default, aten.concat.default)
+        return _common([bound(part) for part in source if isinstance(part, fx.Node)]) if joined else None
     if not isinstance(source, fx.Node):
         return None
     if node.target is operator.getitem and isinstance(node.args[1], int):

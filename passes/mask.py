@@ -132,6 +132,7 @@ class Question:
     roots: set[Root] = field(default_factory=set)
     biases: list[Bias] = field(default_factory=list)
     counted: list[fx.Node] = field(default_factory=list)  # masks whose leading false values were counted
+    stopped: bool = False  # whether what is asked about now reaches the scores without its gradient
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,10 @@ def at(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ...])
         return _leaf(question, scope, value, index)
     step = _TRANSLATORS.get(node.target) if node.op == "call_function" else None
     if step is not None:
+        before = question.stopped
+        question.stopped = before or node.target is aten.detach.default or scope.in_another_grad_mode(node)
         answer = step(question, scope, node, index)
+        question.stopped = before
         if answer is not None:
             return answer
     if node.op == "get_attr" and not index:
@@ -251,6 +255,8 @@ def _bias(question: Question, scope: Scope, node: fx.Node, value: Value, index: 
     """A floating-point value that depends on head and key only: a number that is added to scores."""
     if not node.meta["val"].is_floating_point() or not any(item in (HEAD, KEY) for item in index):
         return None
+    if question.stopped:
+        raise Unproven("its scores have a bias that is cut off from its gradient on the way")
     if node.op == "call_function" and node.target in _TAKEN_APART:
         return None
     if any(item not in (ROW, HEAD, KEY) and item[0] != "const" for item in index) or index.count(KEY) > 1:
@@ -309,7 +315,9 @@ def _operand(question: Question, scope: Scope, arg: Any, index: tuple[Expr, ...]
 def _leaf(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
     """A vector over the packed tokens, read at the query's or the key's token."""
     kinds = {item[0] for item in index if item[0] in ("qcol", "kcol")}
-    if len(kinds) > 1 or any(item[0] not in ("row", "qcol", "kcol", "const") for item in index):
+    if len(kinds) > 1:
+        return _data_mask(question, scope, value, index)
+    if any(item[0] not in ("row", "qcol", "kcol", "const") for item in index):
         raise Unproven("its mask is data that is indexed by both query and key")
     if not kinds:
         raise Unproven("its mask has a term that belongs to a row as a whole")
@@ -334,6 +342,41 @@ def _leaf(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...
     question.vectors.append((scope, node))
     question.sources.append(value)
     return ("q" if kind == "qcol" else "k", len(question.vectors) - 1)
+
+
+def _data_mask(question: Question, scope: Scope, value: Value, index: tuple[Expr, ...]) -> Expr:
+    """A mask that is data, ``[B or 1, 1, S, S]``: read as what it hides from each query and which keys it hides.
+
+    That this is all it says, and the same for all copies, is compared at each call.
+    """
+    frame = question.frame
+    floating = value.meta.dtype.is_floating_point
+    if (
+        scope.parent is not None
+        or value.tags is not None
+        or value.ndim != 4
+        or index not in ((ROW, ZERO, QUERY, KEY), (ZERO, ZERO, QUERY, KEY))
+        or not all(same(size, frame.columns) for size in value.shape[2:])
+        or not (index[0] == ZERO or same(value.shape[0], frame.rows))
+        or not (value.meta.dtype == torch.bool or (floating and value.source.op == "placeholder"))
+        or value.meta.requires_grad
+    ):
+        raise Unproven("its mask is data that is indexed by both query and key")
+
+    def make() -> tuple[Value, Value]:
+        root = Root(value.source, (Dim.ROW, Dim.FEATURE, Dim.COLUMN, Dim.FEATURE), is_mask=True)
+        scope.roles.roots.setdefault(value.source, (root, frame))
+        node = scope.grid(value)
+        with scope.at_definition(node):
+            read = scope.emit(torch.ops.dualkv.read_mask.default, node, scope.plan(frame, "inverse"))
+            valid, first = (scope.emit(operator.getitem, read, place) for place in range(2))
+        tags, roots = (Dim.ROW, Dim.COLUMN), frozenset([root])
+        return Value(value.source, tags, frame, roots, grid=valid), Value(value.source, tags, frame, roots, grid=first)
+
+    valid, first = scope.once(("data mask", value.source), make)
+    after = _leaf(question, scope, first, (ROW, QUERY))
+    visible = ("and", ("and", ("le", KEY, QUERY), ("ge", KEY, after)), _leaf(question, scope, valid, (ROW, KEY)))
+    return ("where", visible, ("const", 0.0), ("const", -math.inf)) if floating else visible
 
 
 def _pick(scope: Scope, node: fx.Node, picks: Sequence[tuple[int, int]]) -> fx.Node:
@@ -515,7 +558,7 @@ def _view(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ..
         dim, (size, item) = solid.pop(0), given.pop(0)
         if same(old[dim], size):
             source[dim] = item
-        elif item == ROW_AND_HEAD and solid and same(old[dim] * old[solid[0]], size):
+        elif item == ROW_AND_HEAD and solid and _are_rows_and_heads(question, old[dim], old[solid[0]], size):
             source[dim], source[solid.pop(0)] = ROW, HEAD
         elif item == ROW and given and given[0][1] == HEAD and same(size * given[0][0], old[dim]):
             source[dim] = ROW_AND_HEAD
@@ -523,6 +566,11 @@ def _view(question: Question, scope: Scope, node: fx.Node, index: tuple[Expr, ..
         else:
             return None
     return None if solid or given else at(question, scope, node.args[0], tuple(source))  # type: ignore[arg-type]
+
+
+def _are_rows_and_heads(question: Question, first: Size, second: Size, size: Size) -> bool:
+    """Whether two dimensions are rows and heads in this order (heads and rows have the same product)."""
+    return question.scores is not None and same(second, question.scores.heads) and same(first * second, size)
 
 
 @_translates(aten.slice.Tensor)
@@ -600,7 +648,7 @@ def _leading_padding(question: Question, scope: Scope, node: fx.Node, index: tup
     `_check_counted` makes sure of.
     """
     flags = node.args[0]
-    if index != (ROW,) or not isinstance(flags, fx.Node) or node.args[1] not in ([-1], [1]):
+    if index != (ROW,) or not isinstance(flags, fx.Node) or node.args[1] not in ([-1], [1]) or node.kwargs:
         return None
     value = scope.values.get(flags)
     valid = _counted_mask(flags)
@@ -849,4 +897,5 @@ def _validity(question: Question, terms: list[Expr]) -> Value | None:
     source = question.sources[leaf[1]]
     # A value inside a checkpoint body cannot be computed from the graph's inputs alone, and only a value of the grid's
     # own shape (not ``[B, 1, 1, S]``) says of each position whether it is a token.
-    return source if owner.parent is None and source.tags == (Dim.ROW, Dim.COLUMN) else None
+    whole = source.tags == (Dim.ROW, Dim.COLUMN) and source.ndim == 2
+    return source if owner.parent is None and whole else None

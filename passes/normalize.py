@@ -69,7 +69,9 @@ def normalize(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> NormalGraph:
     constants = _scalar_constants(gm, placeholders, example_inputs)
 
     interpreter = _Interpreter(gm, {placeholders[index]: value for index, value in constants.items()})
-    with _checkpoint_bodies(gm), fx_traceback.preserve_node_meta(), enable_python_dispatcher(), fake_mode:
+    # A checkpoint around the compiled function counts what is saved for the backward; it must not see the trace.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with unseen, _checkpoint_bodies(gm), fx_traceback.preserve_node_meta(), enable_python_dispatcher(), fake_mode:
         results: list[Any] = []
 
         def run(*args: Any) -> Any:

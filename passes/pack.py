@@ -26,6 +26,7 @@ import dualkv_compile.kernels  # noqa: F401  (registers the operators)
 from dualkv_compile.passes import registry
 from dualkv_compile.passes.normalize import CHECKPOINT, NormalGraph
 from dualkv_compile.passes.reasons import Reason, Unproven, reason_at, source_of
+from dualkv_compile.passes.regions import REGIONS
 from dualkv_compile.passes.roles import ATTENTION, Roles
 from dualkv_compile.passes.uniform import is_uniform
 from dualkv_compile.passes.values import (
@@ -49,13 +50,6 @@ from dualkv_compile.passes.values import (
 from dualkv_compile.passes.written_attention import WRITTEN
 
 aten = torch.ops.aten
-
-#: Nodes whose meaning is their position: they open or close a grad-mode or autocast region.
-_REGIONS = {
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-}
 
 
 @dataclass(frozen=True)
@@ -138,6 +132,7 @@ class Scope:
         self._captures: dict[fx.Node, fx.Node] = {}
         self._made: dict[tuple[Any, ...], Any] = {}
         self._bodies = 0
+        self._grad_modes: dict[fx.Node, Any] | None = None
         self.outputs: list[Any] = []
 
     # ------------------------------------------------------------------ the walk
@@ -199,7 +194,7 @@ class Scope:
                 return container[node.args[1]]  # type: ignore[index]
         if node.target is CHECKPOINT:
             return self._checkpoint(node)
-        if node.target in _REGIONS:
+        if node.target in REGIONS:
             return self.emit(node.target, *self.lookup(node.args), **self.lookup(node.kwargs))
         args, kwargs = self.lookup(node.args), self.lookup(node.kwargs)
         operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
@@ -275,6 +270,18 @@ class Scope:
         """Whether the graph has entered an autocast region so far (the trace knows no dtypes inside one)."""
         entered = any(node.target is torch.amp.autocast_mode._enter_autocast for node in self.graph.nodes)
         return entered or (self.parent is not None and self.parent.in_autocast_region())
+
+    def in_another_grad_mode(self, node: fx.Node) -> bool:
+        """Whether ``node`` of the original graph may stand in another grad mode than the node that is visited now."""
+        if self._grad_modes is None:
+            mode: Any = None
+            self._grad_modes = {}
+            for other in self.module.graph.nodes:
+                if other.target is torch._C._set_grad_enabled:
+                    mode = other.args[0]
+                self._grad_modes[other] = mode
+        assert self.node is not None
+        return bool(self._grad_modes[node] != self._grad_modes[self.node])
 
     # ------------------------------------------------------------------ emission
 
@@ -394,10 +401,10 @@ class Scope:
         tags = value.tags
         with self.at_definition(value.grid):
             token = self.plan(value.frame, "token")
-            if (flat := flat_dim(tags)) >= 0:
+            if (flat_place := flat_dim(tags)) >= 0:
                 apart, place = self._apart(value, value.grid)
                 site = self.emit(torch.ops.dualkv.pack.default, apart, token, place)
-                result = self._flatten(site, tags[flat], flat)
+                result = self._flatten(site, tags[flat_place], flat_place)
             else:
                 order, row = _together(tags), dim_of(tags, Dim.ROW)
                 flat = self.emit(aten.flatten.using_ints, self._permute(value.grid, order), row, row + 1)
@@ -489,6 +496,11 @@ class Scope:
         if not well_formed(tags):
             raise Unproven("rows and columns do not stay apart and in order")
         assert (Dim.SORTED in tags) == isinstance(frame, Ordering)
+        flat = flat_dim(tags)
+        if flat >= 0 and tags[flat] in (Dim.ASSIGNMENT, Dim.STACKED):
+            val = fake_value(node) if position is None else fake_value(node)[position]
+            if ratio(val.shape[flat], frame.rows * frame.columns) is None:
+                raise Unproven("how many entries each token has is not one number for all batches")
         self.records.emitted[node] = packed
         return Value(node, tags, frame, roots, packed=packed, position=position)
 

@@ -128,9 +128,26 @@ def mentions_attention(gm: fx.GraphModule) -> bool:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                if node.target is ATTENTION or "attention" in str(node.target):
+                if node.target is ATTENTION or "attention" in str(node.target) or _weighs_values(node):
                     return True
     return False
+
+
+def _weighs_values(node: fx.Node) -> bool:
+    """Whether ``node`` is a softmax whose result goes, copied at most, into a product with another tensor."""
+    if node.op not in ("call_function", "call_method") or _name(node) not in ("softmax", "_softmax"):
+        return False
+    while len(node.users) == 1:
+        (node,) = node.users
+        if _name(node) in ("matmul", "bmm"):
+            return True
+        if _name(node) not in ("to", "type_as", "float", "type", "dropout", "view", "reshape", "getitem", "contiguous"):
+            return False
+    return False
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _artifact(name: str, gm: fx.GraphModule) -> None:

@@ -30,14 +30,6 @@ class Entry:
 _RULES: dict[object, Entry] = {}
 _NUMBERING_RULES: dict[object, Entry] = {}
 
-#: The family of rules that were registered from outside of this package.
-USER = "user"
-
-
-def put(target: object, rule: Rule, family: str) -> None:
-    """Make ``rule`` the rule of ``target``, whatever it was before."""
-    _RULES[target] = Entry(rule, family)
-
 
 def register(*targets: object, family: str, numbering: bool = False) -> Callable[[Rule], Rule]:
     """Register the decorated rule for the operator overloads ``targets``.
@@ -89,3 +81,12 @@ def is_functional_pointwise(target: torch._ops.OpOverload) -> bool:
 def rules() -> dict[object, Entry]:
     """All explicit rules, for documentation and tests."""
     return {**_NUMBERING_RULES, **_RULES}
+
+
+#: The family of rules that were registered from outside of this package.
+USER = "user"
+
+
+def put(target: object, rule: Rule, family: str) -> None:
+    """Make ``rule`` the rule of ``target``, whatever it was before."""
+    _RULES[target] = Entry(rule, family)

@@ -82,8 +82,9 @@ class _Parts:
 
     def times(self, factor: float) -> None:
         """Scale everything."""
-        if self.conditions and factor <= 0:
-            raise Unproven("its masked scores are scaled by a number that is not positive")
+        if self.conditions and factor != 1:
+            # The lowest number of a type, scaled down, may be no minus infinity any more.
+            raise Unproven("its scores are scaled after they are masked")
         if self.outer:
             self.outer *= factor
         else:

@@ -66,7 +66,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     if target is aten.expand_as.default or target is aten.repeat.default:
         return _uniform_operand(operands[0], dim, val.ndim)
     if target is aten.embedding.default:
-        return dim < val.ndim - 1 and is_uniform(operands[1], dim)
+        return dim < val.ndim - 1 and is_uniform(node.args[1], dim)  # type: ignore[arg-type]
     if target is aten.index.Tensor:
         return _uniform_look_up(node, dim)
     if target in _ALONG_ONE_DIM:
@@ -83,7 +83,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
 def _uniform_look_up(node: fx.Node, dim: int) -> bool:
     """``table[ids]``: the same wherever the ids are the same, and along the table's own dimensions."""
     table, indices = node.args[:2]
-    given = [(place, item) for place, item in enumerate(indices) if item is not None]  # type: ignore[union-attr,arg-type]
+    given = [(place, item) for place, item in enumerate(indices) if item is not None]  # type: ignore[arg-type]
     if len(given) != 1:
         return False
     place, ids = given[0]

@@ -106,6 +106,7 @@ class Root:
 
     ``node`` is the original graph's node. For an input, rows are compared by its data at each call (``groups is
     None``).
+    With ``is_mask``, rows are compared by what ``kernels.data_mask`` reads in it, if that is all there is to it.
     An input that requires grad is a root only of a graph that is given its tree from outside (``requires_grad``).
     For a repeat written in the graph, ``groups`` tells how rows are grouped and ``shared`` how many leading columns the
     rows of a group have in common: known without looking at any data.
@@ -117,6 +118,7 @@ class Root:
     groups: RowGroups | None = None
     shared: Size | None = None
     requires_grad: bool = False
+    is_mask: bool = False
 
     @property
     def static(self) -> bool:

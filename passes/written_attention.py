@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 from dualkv_compile.passes.collapse import VIEWS
+from dualkv_compile.passes.regions import region_between
 from dualkv_compile.passes.values import Size, same
 
 aten = torch.ops.aten
@@ -125,12 +126,14 @@ def _match(product: fx.Node) -> tuple[fx.Node, Written] | None:
     if before is None:
         return None
     left, right = before.args[-2:] if before.target is aten.baddbmm.default else before.args[:2]
-    operands = [_operand(x) for x in (left, right, values)]
+    operands = [_operand(x, at) for x, at in ((left, before), (right, before), (values, product))]
     query, key, value = operands
     if query is None or key is None or value is None:
         return None
     result = _result(product, query, inside)
-    if result is None or any(user not in inside and user is not result for node in inside for user in node.users):
+    if result is None or region_between(before, result):
+        return None
+    if any(user not in inside and user is not result for node in inside for user in node.users):
         return None
     return result, Written(query, key, value, scores, sinks, (before, product), frozenset(inside))
 
@@ -171,8 +174,8 @@ def _drops_last_column(node: fx.Node) -> bool:
     rank = node.meta["val"].ndim
     dim, start = (node.args[place] if len(node.args) > place else 0 for place in (1, 2))
     step = node.args[4] if len(node.args) > 4 else 1
-    along_last = int(dim) % rank == rank - 1  # type: ignore[arg-type]
-    return along_last and start in (0, None) and step == 1 and same(_last(node) + 1, _last(_argument(node)))
+    whole: bool = int(dim) % rank == rank - 1 and start in (0, None) and step == 1  # type: ignore[arg-type]
+    return whole and same(_last(node) + 1, _last(_argument(node)))
 
 
 def _without_shift(node: fx.Node, inside: set[fx.Node]) -> fx.Node:
@@ -239,12 +242,14 @@ def _to_product(node: fx.Node, seen: dict[fx.Node, fx.Node | None], inside: set[
     return found
 
 
-def _operand(node: object) -> Operand | None:
+def _operand(node: object, product: fx.Node) -> Operand | None:
     """An operand of a product as four-dimensional: rows and heads before they were made one dimension."""
     swapped = False
     while isinstance(node, fx.Node):
         val = node.meta["val"]
         rank = val.ndim
+        if region_between(node, product):
+            return Operand(node, swapped) if rank == 4 else None
         if node.target is aten.transpose.int and {int(dim) % rank for dim in node.args[1:3]} == {rank - 2, rank - 1}:  # type: ignore[arg-type]
             swapped = not swapped
             node = node.args[0]

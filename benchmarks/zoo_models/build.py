@@ -96,5 +96,5 @@ def _shake(model: PreTrainedModel) -> None:
 def routes(config: PretrainedConfig) -> bool:
     """Whether the model chooses experts or keys: a discontinuous function, in which rounding may flip a choice."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "index_topk")
-    counts = [getattr(part, name, None) for part in (config, config.get_text_config()) for name in names]
+    counts = [getattr(part, name, None) for part in (config, config.get_text_config(decoder=True)) for name in names]
     return any(isinstance(count, int) and count > 1 for count in counts)

@@ -240,7 +240,7 @@ def _is_whole_range(node: fx.Node, length: Size) -> bool:
     if not isinstance(val, torch.Tensor) or val.ndim != 1 or not same(val.shape[0], length):
         return False
     if node.target is aten.arange.start:
-        return node.args[0] == 0
+        return isinstance(node.args[0], int) and node.args[0] == 0
     return node.target is aten.arange.default
 
 

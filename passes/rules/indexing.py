@@ -26,6 +26,8 @@ def gather(cx: Scope, node: fx.Node, x: Value, dim: int, index: Value, **kwargs:
         assert index.tags is not None and index.frame is not None
         place = dim % index.ndim
         tags = (*index.tags[:place], Dim.FEATURE, *index.tags[place + 1 :])
+        if Dim.COLUMN in tags or Dim.TOKEN in tags:
+            raise Unproven("it gathers from a table by position")
         new = cx.emit(node.target, cx.operand(x, tags, index.frame), place, cx.packed(index), **kwargs)
         return cx.result(node, index.tags, [index], new)
     if x.tags[dim] is not Dim.FEATURE:
@@ -103,3 +105,19 @@ def index(cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None]) -
     tags = ((Dim.FEATURE,) * place) + ids.tags + features
     held: list[Any] = [None] * place + [cx.packed(ids)]
     return cx.result(node, tags, [ids], cx.emit(node.target, cx.grid(x), held))
+
+
+@register(aten.index_put.default, family="indexing")
+def index_put(
+    cx: Scope, node: fx.Node, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
+) -> Value:
+    """``x[flags] = number``: tokens or features are set where a mask that is known from the tokens says so."""
+    flags = indices[0]
+    if x.tags is None or len(indices) != 1 or flags is None or flags.tags is None or flags.meta.dtype != torch.bool:
+        raise Unproven("it writes to tokens by position")
+    if flags.tags != x.tags[: flags.ndim] or flags.frame is not x.frame:
+        raise Unproven("operands disagree on which dimensions are rows and columns")
+    if values.is_packed or values.ndim or accumulate:
+        raise Unproven("it writes more than one number")
+    new = cx.emit(node.target, cx.packed(x), [cx.packed(flags)], cx.grid(values))
+    return cx.result(node, x.tags, [x, flags], new)

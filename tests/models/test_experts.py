@@ -1,7 +1,8 @@
 """Mixture-of-experts layers: packed and exact where each token chooses its experts, on the grid where it does not.
 
 Routing is discontinuous, so everything here is decided in float64. Hand-written layers stand between two attentions:
-what follows them must be packed as well.
+what follows them must be packed as well. All forms share one model, and so do all near misses, since tracing takes most
+of the time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import dualkv_compile
+from dualkv_compile import backend as backend_module
 from dualkv_compile.passes.rules import experts as rules
+from dualkv_compile.runtime import Dispatcher
 from tests.models.harness import (
     EXACT,
     VOCAB,
@@ -66,6 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {},
     "Glm4Moe": {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
     "GraniteMoe": {},
+    "Olmoe": {},
+    "MiniMaxM2": {"rotary_dim": 8},
 }
 
 
@@ -92,7 +97,10 @@ def family(name: str, implementation: str = "grouped_mm", **overrides: Any) -> A
 whole = partial(assert_packed_and_exact, tolerance=2e-6)
 
 
-@pytest.mark.parametrize("name", ["Qwen2Moe", "Glm4Moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["Glm4Moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2Moe", "Olmoe", "MiniMaxM2"))],
+)
 def test_grouped(name: str) -> None:
     batch = rollouts(prompts=(9, 12))
     whole(family(name), batch, logits_step(), tokens=keys(batch))
@@ -100,20 +108,21 @@ def test_grouped(name: str) -> None:
 
 def test_batched() -> None:
     batch = rollouts(prompts=(9, 12))
-    whole(family("GraniteMoe", "batched_mm"), batch, logits_step(), tokens=keys(batch))
+    whole(family("GraniteMoe", "batched_mm"), batch, logits_step(), tokens=keys(batch), mutant=False)
 
 
 def test_dynamic_checkpointed() -> None:
     batch = rollouts(prompts=(9, 12))
     model = family("Qwen3Moe")
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    whole(model, batch, logits_step(), tokens=keys(batch), dynamic=True)
+    whole(model, batch, logits_step(), tokens=keys(batch), dynamic=True, mutant=False)
 
 
 def test_nested_compilation() -> None:
     """Dynamo takes the packed graph, whose sizes are read from tensors, with any number of tokens."""
     batch = rollouts(prompts=(9, 12))
-    whole(family("Qwen3Moe", num_hidden_layers=1), batch, logits_step(), tokens=keys(batch), compiler="aot_eager")
+    model = family("Qwen3Moe", num_hidden_layers=1)
+    whole(model, batch, logits_step(), tokens=keys(batch), compiler="aot_eager", mutant=False)
 
 
 @pytest.mark.slow
@@ -132,38 +141,59 @@ def test_router_logits_and_balancing_loss() -> None:
         assert all(logits.shape == (batch["input_ids"].numel(), 4) for logits in output.router_logits)
         return [masked(output.logits, batch["attention_mask"]), output.loss, output.aux_loss, *output.router_logits]
 
-    whole(family("Mixtral"), batch, step, tokens=keys(batch))
+    whole(family("Mixtral"), batch, step, tokens=keys(batch), mutant=False)
 
 
-def test_work() -> None:
-    """The packed graph's products, those of the experts included, shrink with the tokens."""
+def test_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed graph's products, those of the experts included, shrink with the tokens, and are counted as packed."""
     batch = rollouts()
-    model = family("Qwen3Moe")
+    made: list[Any] = []
+    analyse = backend_module.analyse
+
+    def analysed(*args: Any, **kwargs: Any) -> Any:
+        made.append(analyse(*args, **kwargs))
+        return made[-1]
+
+    class Recorded(Dispatcher):
+        def __call__(self, *args: Any) -> Any:
+            made.append((self, args))
+            return super().__call__(*args)
+
+    monkeypatch.setattr(backend_module, "analyse", analysed)
+    monkeypatch.setattr(backend_module, "Dispatcher", Recorded)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(family("Qwen3Moe"), backend="dualkv", options=EXACT)(**batch, use_cache=False)
+    analysis, (dispatcher, args) = made
+    assert analysis.share == 1
 
     def product(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
         return int(2 * rows[0] * rows[1] * weight[2])
 
-    def work(function: Callable[..., Any]) -> int:
-        formulas = {grouped_mm: product, grouped_mm.default: product}
-        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-            function(**batch, use_cache=False)
-        assert grouped_mm in counter.get_flop_counts()["Global"]
-        return int(counter.get_total_flops())
+    def work(graph: Callable[..., Any], inputs: Any) -> tuple[int, int]:
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={grouped_mm: product}) as counter:
+            graph(*inputs)
+        counts = counter.get_flop_counts()["Global"]
+        # Torch has no formula for the plain graph's attention on the CPU, so attention is left out of both.
+        return sum(count for op, count in counts.items() if "attention" not in str(op)), counts[grouped_mm]
 
-    torch._dynamo.reset()
-    packed = torch.compile(model, backend="dualkv", options=EXACT)
-    with torch.no_grad():
-        packed(**batch, use_cache=False)
-    assert work(packed) <= 1.05 * keys(batch) / batch["input_ids"].numel() * work(model)
+    packed = work(dispatcher.packed.module, dispatcher.prepare(args, dispatcher.find_plans(args)))
+    plain = work(dispatcher.plain_module, args)
+    computed, given = keys(batch), batch["input_ids"].numel()
+    assert packed[1] * given == plain[1] * computed > 0
+    assert packed[0] * given == plain[0] * computed
 
 
-# -------------------------------------------------------------------------------------------- layers written by hand
+# ----------------------------------------------------------------------------------------------- layers written by hand
+
+
+Mix = Callable[..., torch.Tensor]
 
 
 class Layer(nn.Module):
     """A router and the weights of E experts; ``mix(self, x[N, C], weights[N, K], ids[N, K])`` is the case."""
 
-    def __init__(self, mix: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, mix: Mix) -> None:
         super().__init__()
         self.mix = mix
         self.router = nn.Linear(C, E)
@@ -186,28 +216,48 @@ def ends(ids: torch.Tensor) -> torch.Tensor:
 
 
 class Decoder(nn.Module):
-    """Two attentions with an expert layer between them."""
+    """An attention, expert layers side by side on its result, and behind each of them an attention and a head."""
 
-    def __init__(self, mix: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, *mixes: Mix) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, C)
         self.layers = nn.ModuleList(nn.Linear(C, 3 * C) for _ in range(2))
-        self.between = Layer(mix)
+        self.between = nn.ModuleList(Layer(mix) for mix in mixes)
         self.head = nn.Linear(C, VOCAB)
 
     def attend(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in layer(x).chunk(3, dim=-1))
         return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
         x = self.attend(self.layers[0], self.embed(input_ids))
-        x = self.between(x)
-        return self.head(self.attend(self.layers[1], x))
+        return [self.head(self.attend(self.layers[1], between(x))) for between in self.between]
 
 
 def decoder_step(function: Callable[..., Any], batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [function(batch["input_ids"])]
+    return list(function(batch["input_ids"]))
+
+
+def errors(*mixes: Mix) -> tuple[dict[str, float], list[str]]:
+    """The distance of each layer's output and gradients from eager, and the reasons."""
+    model = Decoder(*mixes).double()
+    batch = {"input_ids": rollouts()["input_ids"]}
+    expected = run(model, model, decoder_step, batch)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    function = torch.compile(model, backend="dualkv", options=EXACT)
+    dualkv_compile.reset_stats()
+    got = run(model, function, decoder_step, batch)  # type: ignore[arg-type]
+    stats = dualkv_compile.stats()
+    assert stats["calls"] == stats["packed_calls"] == 1, stats
+    assert stats["tokens_computed"] == keys(batch)
+    found = {mix.__name__: distance(a, b) for mix, a, b in zip(mixes, got.outputs, expected.outputs, strict=True)}
+    assert got.gradients.keys() == expected.gradients.keys()
+    for name, gradient in got.gradients.items():
+        parts = name.split(".")
+        owner = mixes[int(parts[1])].__name__ if parts[0] == "between" else "common"
+        found[owner] = max(found.get(owner, 0), distance(gradient, expected.gradients[name], 1e-3))
+    return found, [*stats["reasons"]]
 
 
 def sorted_and_added(m: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -281,6 +331,17 @@ def one_expert(m: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tens
     return m.experts(x[order], ends(ids))[inverse] * weights[:, :1]
 
 
+def counts_as_numbers(m: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """One number per expert, made of all tokens of the grid, does not stop the packing of what uses it."""
+    load = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+    return put_back(m, x, weights * (1 + load.double()[ids] / load.sum()), ids)
+
+
+def mean_over_tokens(m: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    balance = m.router(x).softmax(-1).mean(0)
+    return put_back(m, x, weights / balance[ids], ids)
+
+
 FORMS = (
     sorted_and_added,
     put_back,
@@ -291,14 +352,15 @@ FORMS = (
     limited_to_groups,
     with_biases,
     one_expert,
+    counts_as_numbers,
+    mean_over_tokens,
 )
 
 
-@pytest.mark.parametrize("mix", FORMS, ids=lambda mix: mix.__name__)
-def test_form(mix: Callable[..., torch.Tensor]) -> None:
-    batch = {"input_ids": rollouts()["input_ids"]}
-    model = Decoder(mix).double()
-    assert_packed_and_exact(model, batch, decoder_step, tokens=keys(batch), tolerance=1e-10, mutant=False)
+def test_forms() -> None:
+    found, reasons = errors(*FORMS)
+    assert max(found.values()) <= 1e-10, found
+    assert reasons == []
 
 
 def test_torch_product() -> None:
@@ -421,57 +483,22 @@ MISSES = {
 }
 
 
-def missed(mix: Callable[..., torch.Tensor]) -> tuple[float, list[str]]:
-    """The distance from eager, and the reasons."""
-    model = Decoder(mix).double()
-    batch = {"input_ids": rollouts()["input_ids"]}
-    expected = run(model, model, decoder_step, batch)  # type: ignore[arg-type]
-    torch._dynamo.reset()
-    function = torch.compile(model, backend="dualkv", options=EXACT)
-    dualkv_compile.reset_stats()
-    got = run(model, function, decoder_step, batch)  # type: ignore[arg-type]
-    stats = dualkv_compile.stats()
-    assert stats["packed_calls"] == 1, stats
-    worst = max(distance(a, b) for a, b in zip(got.outputs, expected.outputs, strict=True))
-    assert got.gradients.keys() == expected.gradients.keys()
-    return max(worst, *(distance(g, expected.gradients[n], 1e-3) for n, g in got.gradients.items())), [
-        *stats["reasons"]
-    ]
-
-
-@pytest.mark.parametrize("mix", MISSES, ids=lambda mix: mix.__name__)
-def test_near_miss(mix: Callable[..., torch.Tensor]) -> None:
-    error, reasons = missed(mix)
-    assert error <= 1e-10
-    assert any(MISSES[mix] in reason for reason in reasons), reasons
-
-
-def counts_as_numbers(m: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    load = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
-    return put_back(m, x, weights * (1 + load.double()[ids] / load.sum()), ids)
-
-
-def mean_over_tokens(m: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    balance = m.router(x).softmax(-1).mean(0)
-    return put_back(m, x, weights / balance[ids], ids)
-
-
-@pytest.mark.parametrize("mix", [counts_as_numbers, mean_over_tokens], ids=lambda mix: mix.__name__)
-def test_statistics_are_those_of_the_grid(mix: Callable[..., torch.Tensor]) -> None:
-    """One number per expert, made of all tokens of the grid, does not stop the packing of what uses it."""
-    error, reasons = missed(mix)
-    assert error <= 1e-10
-    assert reasons == []
+def test_near_misses() -> None:
+    found, reasons = errors(*MISSES)
+    assert max(found.values()) <= 1e-10, found
+    for mix, says in MISSES.items():
+        own = [reason for reason in reasons if f"in {mix.__name__}:" in reason or "in experts:" in reason]
+        assert any(says in reason for reason in own), (mix.__name__, own)
 
 
 def test_range_of_ids_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Believing every id to be counted gives wrong results, so the comparison would show it."""
     monkeypatch.setattr(rules, "bound", lambda _: E)
-    assert missed(not_all_counted)[0] > 1e-3
+    assert errors(not_all_counted)[0]["not_all_counted"] > 1e-3
 
 
 def test_same_ids_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """So does taking any counts for those of the sorted ids."""
     monkeypatch.setattr(rules, "origin", lambda _: "any")
     monkeypatch.setattr(rules, "bound", lambda _: E)
-    assert missed(counts_of_other_ids)[0] > 1e-3
+    assert errors(counts_of_other_ids)[0]["counts_of_other_ids"] > 1e-3

@@ -18,15 +18,11 @@ from zoo_models.run import Record, Settings, run
 PACKED = (
     "apertus",  # query and key norms, xIELU
     "bert",  # causal by configuration, embeddings of token types
-    "bert-generation",
     "biogpt",  # learned positions counted from the mask
     "camembert",  # positions from ids, a table gathered by them
     "codegen",  # fused projections, interleaved rotary
     "cohere2",  # parallel blocks, sliding and full layers
-    "cwm",
     "diffllama",  # differences of two attentions, group norm
-    "dory",  # layers run twice
-    "exaone4",
     "falcon",  # multi-query, fused heads picked by constants
     "gemma3_text",
     "glm4",  # partial rotary, interleaved
@@ -34,12 +30,13 @@ PACKED = (
     "gpt_bigcode",
     "gpt_neox",
     "granite",
-    "hrm_text",  # nested recurrence from a learned state
     "marian",
     "minicpm3",  # latent attention, values narrower than keys
     "mllama",
     "modernbert-decoder",
     "moshi",
+    "nanochat",
+    "olmo2",
     "opt",
     "persimmon",
     "phi",
@@ -50,7 +47,7 @@ PACKED = (
 
 #: The plain graph runs; part of the reason.
 PLAIN = {
-    "olmo_hybrid": "in place",  # a state-space layer
+    "lfm2": "conv1d",  # short convolutions along the columns
     "bloom": "autograd_function_apply",
 }
 
