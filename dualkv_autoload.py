@@ -7,8 +7,9 @@ an enumeration of its own before torch is asked for it, so torch's entry point f
 `connect` then does two things, which matter only where the name ``"dualkv"`` is given:
 
 * the enumeration gets the member ``DUALKV``;
-* a model prepared for that backend is compiled in place (`dualkv_compile.integrations.in_place`) instead of being
-  wrapped, so that calls of the model itself, which trainers make for old log-probabilities, run compiled as well.
+* a model prepared for that backend is compiled in place instead of being wrapped, so that calls of the model itself,
+  which trainers make for old log-probabilities, run compiled as well. That model, and one that the user compiled in
+  place with this backend, is made steady (`dualkv_compile.integrations.in_place`).
 
 This module stands outside the package because importing any part of that imports all of it, which ``import torch``
 must not pay for. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's group off; ``import dualkv_compile`` then does
@@ -92,6 +93,11 @@ def _in_place(prepare_model: Callable[..., Any], ours: Any, none: Any) -> Callab
     @functools.wraps(prepare_model)
     def prepare(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         plugin = self.state.dynamo_plugin
+        # A model that this backend compiles has had the package imported.
+        if "dualkv_compile" in sys.modules and hasattr(model, "_compiled_call_impl"):
+            from dualkv_compile.integrations.in_place import steady
+
+            steady(model)
         # Regional compilation compiles each layer apart, which is left to Accelerate.
         if plugin.backend is not ours or plugin.use_regional_compilation or not hasattr(model, "_compiled_call_impl"):
             return prepare_model(self, model, *args, **kwargs)

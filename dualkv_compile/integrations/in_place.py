@@ -11,10 +11,13 @@ runs uncompiled without a word:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from dualkv_compile.published import ATTACHED, attach
 
 _READY = "_dualkv_in_place"
 #: What a model's argument for the KV cache is called; transformers 5 renamed it.
@@ -24,7 +27,8 @@ CACHE = ("cache", "past_key_values")
 def compile_in_place(model: torch.nn.Module, **compile_arguments: Any) -> None:
     """``model.compile(backend="dualkv", **compile_arguments)`` for a model that also generates (`steady`).
 
-    A model that is compiled in place already, it or a part of it (as the base model of an adapter), keeps what it has.
+    A model that is compiled in place already, it or a part of it (as the base model of an adapter), keeps what it has,
+    whatever the backend.
     """
     if not any(part._compiled_call_impl is not None for part in model.modules()):
         model.compile(**{"backend": "dualkv", **compile_arguments})
@@ -32,21 +36,42 @@ def compile_in_place(model: torch.nn.Module, **compile_arguments: Any) -> None:
 
 
 def steady(model: torch.nn.Module) -> None:
-    """Keep the frame of a model compiled in place free of what needs no compilation; once.
+    """Keep the frame of a model that this backend compiles in place free of what needs no compilation; once.
 
     * Calls with a KV cache (what ``generate`` makes) run as written.
+    * A model with frozen parameters is attached (`dualkv_compile.attach`): with checkpointing, Dynamo cuts models with
+      adapters behind the embedding, and what follows does not see the tokens.
     * ``enable_input_require_grads`` does not add a second hook while the first is there.
 
-    Both are attributes of these modules; nothing outside changes, and neither do parameters or state dict.
+    All are attributes of these modules; nothing outside changes, and neither do parameters or state dict.
     """
-    for part in model.modules():
-        compiled = part._compiled_call_impl
-        if compiled is not None and not hasattr(compiled, _READY):
-            part._compiled_call_impl = _without_cache(part, compiled)
-        enable = getattr(type(part), "enable_input_require_grads", None)
-        if enable is not None and hasattr(type(part), "disable_input_require_grads"):
-            # An instance's attribute hides the method from its own calls of it as well.
-            part.__dict__.setdefault("enable_input_require_grads", _EnableOnce(part))
+    parts = [part for part in model.modules() if part._compiled_call_impl is not None]
+    for part in parts:
+        if hasattr(part._compiled_call_impl, _READY) or not (hasattr(part, ATTACHED) or compile_arguments_of(part)):
+            continue
+        if any(not parameter.requires_grad for parameter in part.parameters()) and not hasattr(part, ATTACHED):
+            attach(part)
+        part._compiled_call_impl = _without_cache(part, part._compiled_call_impl)
+        for inner in part.modules():
+            kind = type(inner)
+            if hasattr(kind, "enable_input_require_grads") and hasattr(kind, "disable_input_require_grads"):
+                # An instance's attribute hides the method from the model's own calls of it as well.
+                inner.__dict__.setdefault("enable_input_require_grads", _EnableOnce(inner))
+
+
+def compile_arguments_of(model: torch.nn.Module) -> dict[str, Any] | None:
+    """The arguments of ``model.compile`` if it was compiled in place by this backend, otherwise None.
+
+    torch keeps them in the closure of what it made. Where a version keeps them elsewhere, the answer is None.
+    """
+    compiled = model._compiled_call_impl
+    closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
+    backend: Any = closure.get("callback")
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    if getattr(backend, "compiler_name", None) != "dualkv":
+        return None
+    return {"backend": "dualkv", "dynamic": backend.dynamic, **backend.kwargs}
 
 
 def _without_cache(module: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dualkv_compile.integrations.in_place import compile_in_place, steady
+from dualkv_compile.integrations.in_place import compile_arguments_of, compile_in_place
 
 log = logging.getLogger("dualkv_compile")
 
@@ -27,7 +27,8 @@ def share_prefixes(trainer: Any, *, across_steps: bool = False, **compile_argume
     """Prepare a TRL trainer (GRPO, RLOO, DPO and others with a model of their own) before ``trainer.train()``.
 
     * The model is compiled in place unless it is already (with ``compile_arguments``: ``options=...`` and so on), and
-      so is a reference model, which TRL loads itself. Generation runs as written (`in_place`).
+      so is a reference model, which TRL loads itself, with the arguments that the model has. Generation runs as written
+      (`in_place`).
     * Trainers that generate keep rows of a prompt together (`keep_groups_together`).
     * Settings that leave nothing to share are logged, one line each, with the remedy.
 
@@ -40,10 +41,8 @@ def share_prefixes(trainer: Any, *, across_steps: bool = False, **compile_argume
     compile_in_place(trainer.model, **compile_arguments)
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module):
-        if not isinstance(reference, torch._dynamo.eval_frame.OptimizedModule):
-            compile_in_place(reference, **compile_arguments)
-        else:
-            steady(reference)
+        present = (compile_arguments_of(part) for part in trainer.model.modules())
+        compile_in_place(reference, **next(filter(None, present), compile_arguments))
     if hasattr(trainer, "_buffered_inputs"):
         keep_groups_together(trainer, across_steps=across_steps)
 
