@@ -160,7 +160,7 @@ def obstacles(trainer: Any) -> list[str]:
     args = trainer.args
     found: list[str] = []
     attention = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
-    if attention not in (None, "sdpa", "flex_attention"):
+    if attention not in (None, "sdpa", "eager", "flex_attention"):
         found.append(f'attn_implementation="{attention}" has no rule: nothing is shared; load the model with "sdpa"')
     backend = getattr(args, "torch_compile_backend", None)
     if backend not in (None, "dualkv"):
