@@ -25,7 +25,8 @@ types: $(INSTALLED)
 	rm -rf $(TYPES)
 	mkdir -p $(TYPES)
 	ln -s $(CURDIR)/dualkv_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(TYPES)/
-	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dualkv_compile
+	ln -sf $(CURDIR)/dualkv_autoload.py build/types/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dualkv_compile -m dualkv_autoload
 
 # A test compares the document with the rules.
 operators: $(INSTALLED)

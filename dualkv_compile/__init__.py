@@ -5,6 +5,7 @@ Use::
     model = torch.compile(model, backend="dualkv")
 """
 
+import dualkv_autoload
 from dualkv_compile.attention import packed_attention
 from dualkv_compile.errors import (
     CompilationError,
@@ -22,6 +23,9 @@ from dualkv_compile.plan import PrefixPlan
 from dualkv_compile.published import attach, shared_prefixes
 from dualkv_compile.rules import register_rule, tokenwise
 from dualkv_compile.statistics import reset_stats, stats
+
+# Where torch did not call it: TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+dualkv_autoload.register()
 
 __version__ = "0.1.0"
 

@@ -46,6 +46,8 @@ def dualkv(
         failure = Reason("", f"the passes failed ({type(error).__name__}: {error})")
         analysis = Analysis(has_attention=mentions_attention(gm), reasons=[failure])
     _tell(analysis, error)
+    if analysis.has_attention:
+        _tell_last_graph()
     if analysis.reasons and parsed.on_unsupported == "error" and analysis.has_attention:
         return _raiser(UnsupportedGraphError("not (completely) shareable: " + "; ".join(map(str, analysis.reasons))))
     if analysis.packed is not None:
@@ -66,6 +68,23 @@ def _raiser(error: Exception) -> Callable[..., Any]:
         raise error
 
     return refuse
+
+
+def _tell_last_graph() -> None:
+    """Log once that a frame has used up what Dynamo keeps for it: from its next change on, it runs uncompiled."""
+    compilation = torch._guards.CompileContext.current_compile_id()
+    if compilation is None or compilation.frame_compile_id is None:
+        return
+    limit = torch._dynamo.config.recompile_limit
+    if compilation.frame_compile_id == limit - 1 and "recompile_limit" not in _told:
+        _told.add("recompile_limit")
+        log.warning(
+            "a part of the model was compiled %d times, the most that Dynamo allows (torch._dynamo.config."
+            "recompile_limit): from its next change on it runs uncompiled and shares nothing. TORCH_LOGS=recompiles "
+            "tells what changes; with TRL, dualkv_compile.integrations.trl.share_prefixes(trainer) removes the known "
+            "causes",
+            limit,
+        )
 
 
 def _tell(analysis: Analysis, error: Exception | None = None) -> None:

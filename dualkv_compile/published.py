@@ -55,7 +55,8 @@ class Publication:
 
 #: Arguments of Hugging Face models that decide, per token, what a position is.
 TOKEN_KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
-_ATTACHED = "_dualkv_attached"
+#: The attribute that marks an attached module.
+ATTACHED = "_dualkv_attached"
 
 log = logging.getLogger("dualkv_compile")
 
@@ -125,7 +126,7 @@ def attach(model: nn.Module, *, keys: Sequence[str] = TOKEN_KEYS) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"attach: expected a module, got {type(model).__name__}")
-    if getattr(model, _ATTACHED, False):
+    if getattr(model, ATTACHED, False):
         raise InputError("attach: this module is attached already")
     inner = model._compiled_call_impl if model._compiled_call_impl is not None else model._call_impl
     signature = inspect.signature(model.forward)
@@ -144,7 +145,7 @@ def attach(model: nn.Module, *, keys: Sequence[str] = TOKEN_KEYS) -> nn.Module:
 
     # What nn.Module.__call__ prefers to its own way: outside of anything that is traced, unlike a hook.
     model._compiled_call_impl = torch.compiler.disable(call, recursive=False)
-    setattr(model, _ATTACHED, True)
+    setattr(model, ATTACHED, True)
     return model
 
 

@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"dualkv_compile": "dualkv_compile", "passes": "dualkv_compile/passes", "kernels": "dualkv_compile/kernels"}
+# Read by `import torch`, which must not import the package.
+AUTOLOAD = "dualkv_autoload.py"
 
 USES_BACKEND = """
 import torch
@@ -36,7 +38,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the tree: setuptools writes its build folder beside the sources."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "LICENSE", "README.md", *FOLDERS):
+    for name in ("pyproject.toml", "LICENSE", "README.md", AUTOLOAD, *FOLDERS):
         if (ROOT / name).exists():
             _run("cp", "-rL", ROOT / name, source / name, cwd=ROOT)
     output = tmp_path_factory.mktemp("wheel")
@@ -57,7 +59,7 @@ def test_wheel_holds_every_module_under_its_installed_name(wheel: Path) -> None:
             assert f"{package}/{path.relative_to(ROOT / folder).as_posix()}" in names
     assert {"dualkv_compile/py.typed", "dualkv_compile/demo/problems.json"} <= names
     top = {name.split("/")[0] for name in names}
-    assert top == {"dualkv_compile", next(name for name in top if name.endswith(".dist-info"))}
+    assert top == {"dualkv_compile", AUTOLOAD, next(name for name in top if name.endswith(".dist-info"))}
 
 
 def test_wheel_declares_backend_command_and_license(wheel: Path) -> None:

@@ -1,0 +1,1 @@
+"""What training frameworks need beyond ``torch.compile(model, backend="dualkv")``."""
