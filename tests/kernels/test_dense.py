@@ -264,9 +264,9 @@ def test_padded_model_through_the_nodes_that_can_be_seen(name: str, monkeypatch:
     used: list[str] = []
     choose = operator.choose
 
-    def noted(*args: object) -> str:
-        used.append(str(args[-1]))
-        return choose(*args)  # type: ignore[arg-type]
+    def noted(*args: Any) -> str:
+        used.append(inspect.signature(choose).bind(*args).arguments["strategy"])
+        return choose(*args)
 
     monkeypatch.setattr(dense, "supported", lambda *_: True)
     monkeypatch.setattr(fused, "FusedCuda", lambda device, head_dim: Plain(None))

@@ -83,7 +83,9 @@ def test_positions_without_mask(name: str) -> None:
 @pytest.mark.parametrize("keep", [1, 9, 19])
 def test_logits_to_keep(name: str, keep: int) -> None:
     batch = rollouts(prompts=(9, 12))
-    assert_packed_and_exact(build(name), batch, logits_step(logits_to_keep=keep), tokens=keys(batch))
+    # Through one layer with a window, the last token sees nothing of the prompt, whose change is to be seen.
+    model = build(name, num_hidden_layers=2)
+    assert_packed_and_exact(model, batch, logits_step(logits_to_keep=keep), tokens=keys(batch))
 
 
 def test_use_cache(name: str) -> None:
