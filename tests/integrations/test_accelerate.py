@@ -119,6 +119,7 @@ def test_generation_and_toggled_checkpointing_need_no_graphs() -> None:
     compiled = model._compiled_call_impl
     steady(model)
     assert model._compiled_call_impl is compiled
+    assert compile_arguments_of(model) == arguments
     model.gradient_checkpointing_enable()
     batch = rollouts()
     dualkv_compile.reset_stats()
