@@ -144,13 +144,12 @@ def test_generation_and_toggled_checkpointing_need_no_graphs() -> None:
 def test_the_last_graph_that_dynamo_allows_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr("dualkv_compile.backend._told", set())
     model = torch.compile(build("llama", num_hidden_layers=1), backend="dualkv", options=EXACT)
     batch = rollouts()
     told = []
-    for count in range(2):
-        with torch.set_grad_enabled(bool(count)):
+    for grad in (False, True):
+        with torch._dynamo.config.patch(recompile_limit=2), torch.set_grad_enabled(grad):
             model(**batch, use_cache=False)
         told.append("the most that Dynamo allows" in caplog.text)
     assert told == [False, True]
