@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,12 +51,13 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("autoload", "first"), [("1", ""), ("0", "dualkv_compile")])
-def test_the_name_is_known_to_a_fresh_process(autoload: str, first: str) -> None:
+def test_the_name_is_known_to_a_fresh_process(tmp_path: Path, autoload: str, first: str) -> None:
     """Without importing the package; or, where torch loads no extensions, with it."""
-    path = os.pathsep.join(filter(None, sys.path))
+    # Not the root of the sources, where transformers takes our kernels/ for the package of that name, and imports it.
+    path = os.pathsep.join(entry for entry in sys.path if entry and not (Path(entry) / "kernels" / "flex.py").exists())
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
     command = [sys.executable, "-c", PROGRAM.format(first=first)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.stdout == "refused\n", result.stderr
 
 
