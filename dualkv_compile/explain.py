@@ -317,7 +317,7 @@ def _validity(dispatcher: Dispatcher, frame: Frame, args: Sequence[Any]) -> Tens
 def _hints(
     batch: Batch, plan: PrefixPlan, valid: Tensor | None, args: Sequence[Any], options: Options
 ) -> Iterator[str]:
-    keys = [args[root.input_index].detach() for root in batch._data if root.input_index is not None]
+    keys = batch.keys(args)
     if keys and options.min_shared > 1:
         whole = PrefixPlan.from_rows(keys, min_shared=1)
         hidden = [span.stop for span in whole.prompts() if span.stop < options.min_shared]

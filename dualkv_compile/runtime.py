@@ -85,7 +85,7 @@ class Batch:
         surrogates = [_surrogate(groups, shared, columns, device) for groups, shared in heads]
         if publication is not None:
             return self._published(publication, (rows, columns), surrogates, args)
-        keys = [args[root.input_index].detach() for root in self._data if root.input_index is not None]
+        keys = self.keys(args)
         keys.extend(surrogates)
         grid = torch.empty(rows, columns, device="meta")
         waits = 0
@@ -100,6 +100,10 @@ class Batch:
         valid = None if self._valid is None else self._valid(*args).bool()
         plan, syncs = self._cache.get(keys, min_shared=self._options.min_shared, keep=keep, valid=valid)
         return plan, syncs + waits
+
+    def keys(self, args: Sequence[Any]) -> list[Tensor]:
+        """The per-token inputs of a call, ``[B, S, ...]`` each."""
+        return [root.by_column(args[root.input_index].detach()) for root in self._data if root.input_index is not None]
 
     def _published(
         self, publication: Publication, sizes: tuple[int, int], extra: Sequence[Tensor], args: Sequence[Any]
@@ -151,7 +155,7 @@ _UNREADABLE = (
 def _agreement(root: Root, x: Tensor, plan: PrefixPlan) -> Tensor:
     """Whether an input has the form that was read in it, and whether its copies agree: bool ``[2]``."""
     if not root.is_mask:
-        equal = copies_agree(x, plan)
+        equal = copies_agree(root.by_column(x), plan)
         return torch.stack([torch.ones_like(equal), equal])
     valid, first = read_mask(x, plan.inverse)
     return torch.stack([readable(x, valid, first), copies_agree(valid, plan) & copies_agree(first, plan)])
@@ -260,7 +264,10 @@ class Dispatcher:
         inputs = self.prepare(args, plans)
         try:
             result = self._compiled(*inputs)
-        except (CompilationError, _StopRecomputationError):
+        except CompilationError:
+            raise
+        except _StopRecomputationError:
+            STATISTICS.add(packed_calls=1, tokens_computed=computed)
             raise
         except Exception as error:
             return self._failed(error, args, given)

@@ -231,10 +231,11 @@ class _Check:
     def _of_copies(self, index: int, gradient: Tensor) -> Tensor:
         """The gradient of an input; added up over equal copies if those were declared to have one origin."""
         for frame, roots in self._packed.roots.items():
-            if any(root.input_index == index and root.requires_grad for root in roots):
-                plan = self._plans[frame]
-                total = gradient.new_zeros(plan.tokens, *gradient.shape[2:])
-                return total.index_add_(0, plan.inverse.flatten(), gradient.flatten(0, 1))
+            for root in roots:
+                if root.input_index == index and root.requires_grad:
+                    plan, grid = self._plans[frame], root.by_column(gradient)
+                    total = grid.new_zeros(plan.tokens, *grid.shape[2:])
+                    return total.index_add_(0, plan.inverse.flatten(), grid.flatten(0, 1))
         return gradient
 
     def _cotangent(self, number: int, output: Tensor) -> Tensor:

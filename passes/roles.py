@@ -64,14 +64,16 @@ def find_roles(graph: NormalGraph, links: Links, *, published: bool = False) -> 
         reached = links.ancestors(attention)
         found: list[Root] = []
         for index, (node, described) in enumerate(zip(placeholders, graph.inputs, strict=True)):
-            if described.is_parameter or node not in reached:
+            # A residual may pass the attention by; nobody but the model made it, if it requires grad.
+            if described.is_parameter or not (node in reached or (published and described.requires_grad)):
                 continue
-            if not _looks_per_token(node, rows, columns):
+            column = _column_of(node, rows, columns)
+            if column is None:
                 continue
             if described.requires_grad and not published:
                 roles.refused.setdefault(attention, described.source or described.name)
-            elif _made_equal(node, rows, columns):
-                tags = _tags(node.meta["val"].ndim, 0, 1)
+            elif _made_equal(node, column, rows, columns):
+                tags = _tags(node.meta["val"].ndim, 0, column)
                 found.append(Root(node, tags, input_index=index, requires_grad=described.requires_grad))
         # A repeat may itself be computed from another one (embedded prompts): the outermost are enough.
         for node in reached:
@@ -117,15 +119,20 @@ def _batch_of(query: fx.Node) -> tuple[Size, Size] | None:
     return shape[0], shape[2]
 
 
-def _looks_per_token(node: fx.Node, rows: Size, columns: Size) -> bool:
-    """Whether the first two sizes are those of the grid: for every call, or symbols that are equal in this one."""
+def _column_of(node: fx.Node, rows: Size, columns: Size) -> int | None:
+    """The column dimension of an input whose sizes are those of the grid: ``[B, S, ...]``, or ``[B, heads, S, D]`` as
+    queries, keys and values have it where a graph was cut inside of an attention; None for any other.
+
+    The sizes must be equal for every call, or symbols that are equal in this one.
+    """
     val = node.meta.get("val")
-    return (
-        isinstance(val, torch.Tensor)
-        and val.ndim >= 2
-        and _equal_now(val.shape[0], rows)
-        and _equal_now(val.shape[1], columns)
-    )
+    if not isinstance(val, torch.Tensor) or val.ndim < 2 or not _equal_now(val.shape[0], rows):
+        return None
+    if _equal_now(val.shape[1], columns):
+        return 1
+    by_head = val.ndim == 4 and val.is_floating_point() and _equal_now(val.shape[2], columns)
+    # A mask [B, 1, S, S] is no value per token.
+    return 2 if by_head and not _equal_now(val.shape[3], columns) else None
 
 
 def _equal_now(size: Size, expected: Size) -> bool:
@@ -134,9 +141,9 @@ def _equal_now(size: Size, expected: Size) -> bool:
     )
 
 
-def _made_equal(node: fx.Node, rows: Size, columns: Size) -> bool:
+def _made_equal(node: fx.Node, column: int, rows: Size, columns: Size) -> bool:
     """Guard sizes that are not known to be equal: automatic dynamic shapes give ids and mask symbols of their own."""
-    sizes = node.meta["val"].shape[:2]
+    sizes = (node.meta["val"].shape[0], node.meta["val"].shape[column])
     return all(
         same(size, expected) or bool(size == expected) for size, expected in zip(sizes, (rows, columns), strict=True)
     )

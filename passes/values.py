@@ -120,6 +120,10 @@ class Root:
     requires_grad: bool = False
     is_mask: bool = False
 
+    def by_column(self, x: torch.Tensor) -> torch.Tensor:
+        """An input's data with the columns behind the rows, ``[B, S, ...]``."""
+        return x.movedim(dim_of(self.tags, Dim.COLUMN), 1)
+
     @property
     def static(self) -> bool:
         """Whether the graph itself proves the repetition, without data."""

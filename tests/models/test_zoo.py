@@ -8,9 +8,22 @@ the share of distinct tokens, and another prompt token moves the response.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+import dualkv_compile
+from tests.models.harness import VOCAB, compiled, distance, rollouts
 from zoo_models.build import architectures
 from zoo_models.run import Record, Settings, run
 
@@ -76,3 +89,57 @@ def test_plain(name: str) -> None:
 
 def test_names_are_registered() -> None:
     assert set(PACKED) | set(PLAIN) <= set(architectures())
+
+
+def _bert() -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config)
+
+
+def _t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0)
+    )
+
+
+def _bart() -> PreTrainedModel:
+    config = BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        dropout=0.0,
+        max_position_embeddings=64,
+    )
+    return BartForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "packed", "reason"),
+    [(_bert, 0, "it is not causal"), (_t5, 0, "its mask is data"), (_bart, 1, "it is not causal")],
+    ids=["bert", "t5", "bart"],
+)
+def test_encoders(make: Callable[[], PreTrainedModel], packed: int, reason: str) -> None:
+    """Bidirectional layers run as written; of BART the decoder's own attention is shared."""
+    torch.manual_seed(0)
+    model, batch = make().train(), rollouts(prompts=(9, 12), group=3)
+    given = dict(batch) if make is _bert else {**batch, "decoder_input_ids": batch["input_ids"]}
+    expected = model(**given).logits
+    dualkv_compile.reset_stats()
+    actual = compiled(model)(**given).logits
+    statistics = dualkv_compile.stats()
+    assert distance(actual, expected) <= 1e-5
+    assert statistics["packed_calls"] == packed
+    assert any(reason in text for text in statistics["reasons"])
