@@ -383,6 +383,8 @@ def test_settings_that_share_nothing_are_told() -> None:
         "use_liger_kernel": True,
         "per_device_train_batch_size": 1,
         "torch_compile_backend": "inductor",
+        "steps_per_generation": 4,
+        "gradient_accumulation_steps": 2,
         "parallelism_config": types.SimpleNamespace(cp_size=2, sp_size=1),
     }
     trainer = types.SimpleNamespace(model=model, args=types.SimpleNamespace(**settings), _buffered_inputs=None)
@@ -392,7 +394,9 @@ def test_settings_that_share_nothing_are_told() -> None:
         "use_liger_kernel",
         "context",
         "per_device_train_batch_size",
+        "steps_per_generation",
     ]
+    assert len(obstacles(trainer, across_steps=True)) == 5
     model.config._attn_implementation = "flash_attention_2"
     assert obstacles(trainer)[0].startswith("attn_implementation")
     plain = types.SimpleNamespace(model=build("llama", num_hidden_layers=1), args=types.SimpleNamespace())
