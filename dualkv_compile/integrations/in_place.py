@@ -19,7 +19,7 @@ import torch
 
 from dualkv_compile.published import ATTACHED, attach
 
-_READY = "_dualkv_in_place"
+_ARGUMENTS = "_dualkv_compile_arguments"
 #: What a model's argument for the KV cache is called; transformers 5 renamed it.
 CACHE = ("cache", "past_key_values")
 
@@ -45,13 +45,14 @@ def steady(model: torch.nn.Module) -> None:
 
     All are attributes of these modules; nothing outside changes, and neither do parameters or state dict.
     """
-    parts = [part for part in model.modules() if part._compiled_call_impl is not None]
-    for part in parts:
-        if hasattr(part._compiled_call_impl, _READY) or not (hasattr(part, ATTACHED) or compile_arguments_of(part)):
+    for part in list(model.modules()):
+        arguments = compile_arguments_of(part)
+        if hasattr(part._compiled_call_impl, _ARGUMENTS) or (arguments is None and not hasattr(part, ATTACHED)):
             continue
         if any(not parameter.requires_grad for parameter in part.parameters()) and not hasattr(part, ATTACHED):
             attach(part)
-        part._compiled_call_impl = _without_cache(part, part._compiled_call_impl)
+        assert part._compiled_call_impl is not None
+        part._compiled_call_impl = _without_cache(part, part._compiled_call_impl, arguments)
         for inner in part.modules():
             kind = type(inner)
             if hasattr(kind, "enable_input_require_grads") and hasattr(kind, "disable_input_require_grads"):
@@ -65,6 +66,8 @@ def compile_arguments_of(model: torch.nn.Module) -> dict[str, Any] | None:
     torch keeps them in the closure of what it made. Where a version keeps them elsewhere, the answer is None.
     """
     compiled = model._compiled_call_impl
+    if hasattr(compiled, _ARGUMENTS):
+        return getattr(compiled, _ARGUMENTS)
     closure = inspect.getclosurevars(compiled).nonlocals if inspect.isfunction(compiled) else {}
     backend: Any = closure.get("callback")
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
@@ -74,22 +77,24 @@ def compile_arguments_of(model: torch.nn.Module) -> dict[str, Any] | None:
     return {"backend": "dualkv", "dynamic": backend.dynamic, **backend.kwargs}
 
 
-def _without_cache(module: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _without_cache(
+    module: torch.nn.Module, compiled: Callable[..., Any], arguments: dict[str, Any] | None
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(kwargs.get(name) is not None for name in CACHE):
             return module._call_impl(*args, **kwargs)
         return compiled(*args, **kwargs)
 
-    setattr(call, _READY, True)
+    setattr(call, _ARGUMENTS, arguments)
     return call
 
 
 class _EnableOnce:
     """The method ``enable_input_require_grads`` of one model, without effect while its hooks are in place."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
 
     def __call__(self) -> None:
         if not getattr(self._model, "_require_grads_hooks", None):
-            type(self._model).enable_input_require_grads(self._model)  # type: ignore[operator]
+            type(self._model).enable_input_require_grads(self._model)

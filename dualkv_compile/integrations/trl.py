@@ -36,7 +36,7 @@ def share_prefixes(trainer: Any, *, across_steps: bool = False, **compile_argume
     """
     if not isinstance(getattr(trainer, "model", None), torch.nn.Module) or not hasattr(trainer, "args"):
         raise TypeError(f"expected a trainer with a model and arguments, got {type(trainer).__name__}")
-    for remedy in obstacles(trainer):
+    for remedy in obstacles(trainer, across_steps=across_steps):
         log.warning("%s", remedy)
     compile_in_place(trainer.model, **compile_arguments)
     reference = getattr(trainer, "ref_model", None)
@@ -155,7 +155,7 @@ def _slice(value: Any, start: int, stop: int) -> Any:
     return value[start:stop] if _by_rows(value) else value
 
 
-def obstacles(trainer: Any) -> list[str]:
+def obstacles(trainer: Any, *, across_steps: bool = False) -> list[str]:
     """The settings of a trainer that leave little or nothing to share, each with its remedy."""
     args = trainer.args
     found: list[str] = []
@@ -183,5 +183,13 @@ def obstacles(trainer: Any) -> list[str]:
         found.append(
             "per_device_train_batch_size=1 leaves one row in a micro-batch, which shares nothing with itself; raise it "
             "to num_generations and lower gradient_accumulation_steps by the same factor"
+        )
+    steps = (getattr(args, "steps_per_generation", None) or 1) // (
+        getattr(args, "gradient_accumulation_steps", None) or 1
+    )
+    if generates and steps > 1 and not across_steps:
+        found.append(
+            f"steps_per_generation spreads the rows of a prompt over {steps} optimizer steps, which share nothing; "
+            "share_prefixes(trainer, across_steps=True) keeps them in one"
         )
     return found

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,12 +51,13 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("autoload", "first"), [("1", ""), ("0", "dualkv_compile")])
-def test_the_name_is_known_to_a_fresh_process(autoload: str, first: str) -> None:
+def test_the_name_is_known_to_a_fresh_process(tmp_path: Path, autoload: str, first: str) -> None:
     """Without importing the package; or, where torch loads no extensions, with it."""
-    path = os.pathsep.join(filter(None, sys.path))
+    # Not the root of the sources, where transformers takes our kernels/ for the package of that name, and imports it.
+    path = os.pathsep.join(entry for entry in sys.path if entry and not (Path(entry) / "kernels" / "flex.py").exists())
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
     command = [sys.executable, "-c", PROGRAM.format(first=first)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.stdout == "refused\n", result.stderr
 
 
@@ -119,6 +121,7 @@ def test_generation_and_toggled_checkpointing_need_no_graphs() -> None:
     compiled = model._compiled_call_impl
     steady(model)
     assert model._compiled_call_impl is compiled
+    assert compile_arguments_of(model) == arguments
     model.gradient_checkpointing_enable()
     batch = rollouts()
     dualkv_compile.reset_stats()
@@ -143,13 +146,12 @@ def test_generation_and_toggled_checkpointing_need_no_graphs() -> None:
 def test_the_last_graph_that_dynamo_allows_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr("dualkv_compile.backend._told", set())
     model = torch.compile(build("llama", num_hidden_layers=1), backend="dualkv", options=EXACT)
     batch = rollouts()
     told = []
-    for count in range(2):
-        with torch.set_grad_enabled(bool(count)):
+    for grad in (False, True):
+        with torch._dynamo.config.patch(recompile_limit=2), torch.set_grad_enabled(grad):
             model(**batch, use_cache=False)
         told.append("the most that Dynamo allows" in caplog.text)
     assert told == [False, True]
