@@ -105,8 +105,8 @@ def test_soft_cap_and_a_number_of_tokens_that_fits_no_block(tokens: int, strateg
     assert_packed_and_exact(model, batch, step, tokens=tokens, function=capped, attention=strategy)
 
 
-def test_soft_cap_inside_of_attention_runs_as_written() -> None:
-    """Case 15: Gemma 2 writes its attention out in products with a cap between them, which nobody replaces."""
+def test_soft_cap_inside_of_attention_is_kept() -> None:
+    """Case 15: Gemma 2 writes its attention out in products with a cap between them, which packed attention applies."""
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=97,
@@ -126,7 +126,8 @@ def test_soft_cap_inside_of_attention_runs_as_written() -> None:
     dualkv_compile.reset_stats()
     found = run(model, function, logits_step(), batch)
     assert largest_distance(found, run(model, model, logits_step(), batch)) <= 1e-5
-    assert dualkv_compile.stats()["packed_calls"] == 0
+    assert dualkv_compile.stats()["packed_calls"] == 1
+    assert dualkv_compile.stats()["reasons"] == {}
     # The cap is at work.
     for layer in model.model.layers:
         layer.self_attn.attn_logit_softcapping = None
