@@ -2,7 +2,7 @@
 
 python benchmarks/zoo.py [--only llama,qwen3] [--core | --list FILE] [--attn sdpa|eager|flex_attention]
     [--checkpointing] [--dtype auto|float32|float64|bfloat16] [--compiler eager|aot_eager|inductor] [--jobs 2]
-    [--limit 300] [--json FILE [--update]] [--markdown docs/models.md]
+    [--limit 300] [--json FILE [--update]] [--markdown docs/models.md [--beside FILE ...]]
 
 Each model (two or three layers, one of each type that the architecture has) gets a batch of two prompts with three
 rollouts each, left-padded, rows shuffled. Logits at real tokens and every gradient are compared with the model run
@@ -58,7 +58,8 @@ def main() -> int:
     records.sort(key=lambda record: known.index(record.name))
     _save(arguments, settings, records)
     if arguments.markdown:
-        Path(arguments.markdown).write_text(report.markdown(records, settings, core))
+        others = [json.loads(Path(file).read_text()) for file in arguments.beside]
+        Path(arguments.markdown).write_text(report.markdown(records, settings, core, others))
     print(report.summary(records, core))
     return int(any(record.status == "wrong" for record in records))
 
@@ -98,6 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", help="write all records to this file")
     parser.add_argument("--update", action="store_true", help="keep the other models that the file of --json holds")
     parser.add_argument("--markdown", help="write the table to this file")
+    parser.add_argument("--beside", nargs="*", default=[], help="files of --json of other runs, to be counted there")
     return parser.parse_args()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -81,8 +82,10 @@ Written by `python benchmarks/zoo.py --markdown docs/models.md`.
 """
 
 
-def markdown(records: Sequence[Record], settings: Settings, core: Sequence[str]) -> str:
-    """The page ``docs/models.md``: counts, then one row per architecture, by status."""
+def markdown(
+    records: Sequence[Record], settings: Settings, core: Sequence[str], others: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The page ``docs/models.md``: counts, also of ``others`` (runs as JSON), then a row per model, by status."""
     ran = [record for record in records if record.plain_flops]
     head = _HEAD.format(
         **versions(),
@@ -96,6 +99,11 @@ def markdown(records: Sequence[Record], settings: Settings, core: Sequence[str])
         gradients=GRADIENTS,
     )
     parts = [head, *(f"{line}\n" for line in summary(records, core).splitlines())]
+    for other in others:
+        how = f'attention "{other["settings"]["attention"]}"'
+        how += ", activation checkpointing" if other["settings"]["checkpointing"] else ""
+        counts = summary([Record.from_dict(item) for item in other["models"]], core)
+        parts += [f"With {how}: {line}\n" for line in counts.splitlines()]
     for status in STATUSES:
         chosen = [record for record in records if record.status == status]
         if not chosen:
