@@ -273,8 +273,7 @@ class Dispatcher:
             return self._failed(error, args, given)
         STATISTICS.add(packed_calls=1, tokens_computed=computed)
         if publication is not None:
-            # Un-packed values are equal wherever the tree says so.
-            CARRIERS.remember(filter(travels, pytree.tree_leaves(result)), publication, equal=True)
+            CARRIERS.remember(self._proven(result), publication, equal=True)
         if self.options.verify is not False and not (self.options.verify == "first" and self._verified):
             from dualkv_compile.verify import verify_call
 
@@ -340,6 +339,11 @@ class Dispatcher:
 
     def _carried(self, args: Sequence[Any]) -> list[Tensor]:
         return [args[index] for index in self._activations if travels(args[index])]
+
+    def _proven(self, result: Any) -> list[Tensor]:
+        """The outputs of the packed graph that are proven to be equal wherever the tree says so."""
+        pairs = zip(pytree.tree_leaves(result), self.packed.outputs, strict=True)
+        return [x for x, value in pairs if isinstance(value, Value) and value.is_packed and travels(x)]
 
     def _unshared(self, failure: Unshared, args: Sequence[Any]) -> Any:
         if self.options.on_unsupported == "error":
