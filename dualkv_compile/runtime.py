@@ -91,11 +91,11 @@ class Batch:
         waits = 0
         for root, function in self._masks:
             mask = function(*args)
-            valid, first = read_mask(mask, grid)
+            key_valid, first = read_mask(mask, grid)
             waits += int(device.type != "cpu")
-            if not readable(mask, valid, first):
+            if not readable(mask, key_valid, first):
                 raise Unshared(_UNREADABLE.format(root.node.name))
-            keys.extend((valid, first))
+            keys.extend((key_valid, first))
         keep = None if self._keep is None else self._keep(*args).bool()
         valid = None if self._valid is None else self._valid(*args).bool()
         plan, syncs = self._cache.get(keys, min_shared=self._options.min_shared, keep=keep, valid=valid)

@@ -10,6 +10,8 @@ operator, which :mod:`passes.effects` judges.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 
@@ -93,8 +95,9 @@ def _written_between(memory: fx.Node, last: fx.Node, copies: set[fx.Node]) -> bo
 def _span(memory: fx.Node, piece: fx.Node) -> tuple[int, int, int] | None:
     """Dimension, start and stop of a slice in whole numbers, None for another kind of slice."""
     shape = memory.meta["val"].shape
-    _, dim, start, stop, step = (*piece.args, *(0, None, None, 1)[len(piece.args) - 1 :])
-    place = int(dim) % len(shape)  # type: ignore[arg-type]
+    given: tuple[Any, ...] = (*piece.args[1:], *(0, None, None, 1)[len(piece.args) - 1 :])
+    dim, start, stop, step = given
+    place = int(dim) % len(shape)
     size = shape[place]
     start = 0 if start is None else start
     if not isinstance(size, int) or not isinstance(start, int) or step != 1 or piece.kwargs:

@@ -174,8 +174,8 @@ def _drops_last_column(node: fx.Node) -> bool:
     rank = node.meta["val"].ndim
     dim, start = (node.args[place] if len(node.args) > place else 0 for place in (1, 2))
     step = node.args[4] if len(node.args) > 4 else 1
-    whole: bool = int(dim) % rank == rank - 1 and start in (0, None) and step == 1  # type: ignore[arg-type]
-    return whole and same(_last(node) + 1, _last(_argument(node)))
+    whole = int(dim) % rank == rank - 1 and start in (0, None) and step == 1  # type: ignore[arg-type]
+    return bool(whole) and same(_last(node) + 1, _last(_argument(node)))
 
 
 def _without_shift(node: fx.Node, inside: set[fx.Node]) -> fx.Node:
