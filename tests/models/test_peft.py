@@ -147,7 +147,7 @@ def test_lora_on_int8_weights() -> None:
 def test_dora(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT reads the weights in a way that breaks the graph; where it does not, the norms of weights are as written."""
     config = {"use_dora": True, "target_modules": ["q_proj"]}
-    assert any("its query is not known from the tokens" in reason for reason in plain_reasons(adapted(**config), {}))
+    assert any("requires grad" in reason for reason in plain_reasons(adapted(**config), {}))
     monkeypatch.setattr("peft.tuners.lora.dora.dequantize_module_weight", lambda module: module.weight)
     tokens = trie_size(*batch().values())
     assert_packed_and_exact(adapted(**config), batch(), logits_step(), tokens=tokens, tolerance=1e-12)

@@ -403,9 +403,9 @@ def _greater_or_equal(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tiles_are_groups(patch: pytest.MonkeyPatch) -> None:
-    def grouped(cx: Scope, part: Value, heads: Any) -> tuple[fx.Node, Any]:
-        packed = cx.packed(part)
-        return (packed.args[0] if packed.target is aten.repeat.default else packed), part.shape[1]  # type: ignore[return-value]
+    def grouped(part: attention_pass._Operand, heads: Any) -> tuple[fx.Node, Any]:
+        packed = part.node
+        return (packed.args[0] if packed.target is aten.repeat.default else packed), part.heads  # type: ignore[return-value]
 
     patch.setattr(attention_pass, "_grouped", grouped)
 
