@@ -68,7 +68,8 @@ Every causal language model that transformers {transformers} registers, tiny and
 type that the architecture has; windows and chunks that cut; four experts, two per token), trained on one batch on the
 CPU: two prompts, three rollouts each, left-padded, rows shuffled. torch {torch}, {dtype}, attention "{attention}" where
 the model has it, `compiler="{compiler}"`{checkpointing}.
-Written by `python benchmarks/zoo.py --markdown docs/models.md`.
+Written by `python benchmarks/zoo.py --jobs 2 --json all.json --markdown docs/models.md --beside eager.json ckpt.json`;
+the files beside come from `--core --attn eager --json eager.json` and `--core --checkpointing --json ckpt.json`.
 
 * **packed**: the operations of the compiled call, forward and backward, are at most {slack} times the share of distinct
   tokens ({share:.2f} of the tokens given); the column *operations* is what was counted, packed / plain.
@@ -77,7 +78,9 @@ Written by `python benchmarks/zoo.py --markdown docs/models.md`.
   every row that is packed, partly or plain: first in float32; in float64 where the model routes (rounding may flip a
   choice of experts) or where float32 disagrees. Another prompt token moves the response, in both. **wrong** would say
   that they do not agree.
-* **eager fails**: transformers' own model does not run on such a batch here (another input, a missing package, NaN).
+* **eager fails**: transformers' own model does not run on such a batch here (another input, a missing package, NaN), or
+  gives something else each time. **error**: no such model can be built tiny, or the changed prompt token hardly moves
+  the response, so that agreement would show little.
 * ● marks the architectures this project sets out to pack.
 """
 
