@@ -10,6 +10,7 @@ After:   ``scaled = aten.div.Scalar(logits, 0.7)``
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -44,6 +45,15 @@ def check_dynamo_graph(gm: fx.GraphModule) -> None:
             )
         elif node.op == "call_module":
             raise WholeGraphUnsupported(reason_at(node, "a module call was left in the graph"))
+        elif _is_distributed(node.meta.get("example_value")):
+            raise WholeGraphUnsupported(
+                reason_at(node, "a tensor that is spread over ranks (DTensor): its operators contain collectives")
+            )
+
+
+def _is_distributed(value: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # what nobody has imported, nobody has made
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _is_opaque(target: object) -> bool:
@@ -63,11 +73,16 @@ def check_normal_graph(gm: fx.GraphModule) -> None:
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
             _check_random(node)
-            if node.target.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+            if _is_collective(node.target):
                 raise WholeGraphUnsupported(reason_at(node, "a collective runs in this graph: ranks must not disagree"))
             if node.target._schema.is_mutable:
                 _functionalize(module, node)
         module.graph.lint()
+
+
+def _is_collective(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator waits for other ranks: those of torch's communication libraries name their group."""
+    return "c10d" in target.namespace or any(argument.name == "group_name" for argument in target._schema.arguments)
 
 
 def _check_random(node: fx.Node) -> None:

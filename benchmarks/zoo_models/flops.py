@@ -30,8 +30,14 @@ def _grouped_backward(tokens: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 2 * _grouped(tokens, weight)
 
 
-#: torch has no formula for its fused attention on the CPU, nor for transformers' grouped product.
+def _added_product(_: Any, left: Any, right: Any, **__: Any) -> int:
+    return int(2 * left.shape[0] * left.shape[1] * right.shape[1])
+
+
+#: torch has no formula for its fused attention on the CPU, for a product that is added in place, nor for transformers'
+#: grouped product.
 _FORMULAS = {
+    aten.addmm_: _added_product,
     torch.ops.transformers.grouped_mm_fallback: _grouped,
     torch.ops.transformers.grouped_mm_fallback_backward: _grouped_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -110,9 +115,73 @@ def accumulate(wrapped: nn.Module, rank: int) -> None:
     loss_of(wrapped, last).backward()
 
 
-def main(name: str) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+class Summed(nn.Module):
+    """A module whose outputs are added up over the ranks, as those of a projection that is cut by columns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return collectives.all_reduce(self.inner(x), "sum", dist.group.WORLD)
+
+
+def all_reduce_of_an_mlp() -> nn.Module:
+    model = build("llama")
+    model.model.layers[0].mlp = Summed(model.model.layers[0].mlp)
+    return model
+
+
+def all_reduce_of_the_logits() -> nn.Module:
+    model = build("llama")
+    model.lm_head = Summed(model.lm_head)
+    return model
+
+
+def tensor_parallel_mlps() -> nn.Module:
+    """Weights are DTensors: their collectives are in no graph that a backend sees."""
+    model = build("llama")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh, plan)
+    return model
+
+
+COLLECTIVES: dict[str, Callable[[], nn.Module]] = {
+    function.__name__: function for function in (all_reduce_of_an_mlp, all_reduce_of_the_logits, tensor_parallel_mlps)
+}
+
+
+def outcome(model: nn.Module, rank: int) -> list[Tensor]:
+    """Losses of both micro-batches, and gradients."""
+    losses = [loss_of(model, batch) for batch in batches(rank)]
+    for loss in losses:
+        loss.backward()
+    return [*(loss.detach() for loss in losses), *(whole(p.grad) for p in model.parameters() if p.grad is not None)]
+
+
+def runs_plain(make: Callable[[], nn.Module], rank: int) -> None:
+    """One rank could share prompts, the other could not: both run the same graph, with one reason, told once."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dualkv_compile").addHandler(handler)
+    model = make()
+    model.compile(backend="dualkv", options=OPTIONS)
+    dualkv_compile.reset_stats()
+    got, expected = outcome(model, rank), outcome(make(), rank)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-6 * max(1.0, float(theirs.abs().max()))
+    statistics = dualkv_compile.stats()
+    assert statistics["plain_calls"] == statistics["calls"] == 2, statistics
+    ((reason, count),) = statistics["reasons"].items()
+    assert "collective" in reason and count == 2, statistics
+    assert [text for text in told if "collective" in text] == [f"{reason}; the plain graph runs"], told
+
+
+def shares(name: str, rank: int) -> None:
+    """A training step: what is shared on each rank, and the weights afterwards."""
     names = list(build("llama").state_dict())
     wrapped, model = WAYS[name]()
     dualkv_compile.reset_stats()
@@ -135,6 +204,16 @@ def main(name: str) -> None:
     torch.save(weights, saved)
     saved.seek(0)
     build("llama").load_state_dict(torch.load(saved))
+
+
+def main(name: str) -> None:
+    # A rank that waits for another in vain says so.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
+    if name in COLLECTIVES:
+        runs_plain(COLLECTIVES[name], rank)
+    else:
+        shares(name, rank)
     dist.barrier()
     if rank == 0:
         print(f"{name}: passed")

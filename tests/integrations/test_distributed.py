@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.distributed_worker import WAYS
+from tests.integrations.distributed_worker import COLLECTIVES, WAYS
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *COLLECTIVES])
 def test_two_ranks(way: str) -> None:
-    """Micro-batches with accumulated gradients, clipping, a step, and names in the state dict."""
+    """Micro-batches with accumulated gradients, clipping, a step, and names in the state dict; or graphs that wait for
+    the other rank in their midst.
+    """
     worker = "tests.integrations.distributed_worker"
     command = [
         sys.executable,
