@@ -101,6 +101,10 @@ def load_pretrained(*, offline: bool = False) -> Policy:
     source = {"gguf_file": weights.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), **source)
     model = AutoModelForCausalLM.from_pretrained(str(weights.parent), dtype=torch.float32, **source)
+    # Loading has made ordinary float32 weights of them; trainers refuse a model that still says it is quantised.
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
     return Policy(model, tokenizer, "SmolLM2-135M-Instruct")
 
 
