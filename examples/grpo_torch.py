@@ -1,7 +1,7 @@
 """GRPO in plain PyTorch on SmolLM2-135M-Instruct; the one line that is about this package is ``torch.compile``.
 
 python examples/grpo_torch.py [--backend dualkv|inductor|eager] [--steps 50] [--rollouts 8] [--tokens 32]
-    [--record FILE | --replay FILE] [--json FILE]
+    [--examples 24] [--record FILE | --replay FILE] [--json FILE]
 
 ``--record`` keeps the rollouts, ``--replay`` trains on kept ones, so that backends can be compared on the same data
 (`compare_runs.py`). Every generation is used twice, the second time with a clipped ratio.
@@ -34,7 +34,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.0)
 
     def generate(index: int) -> dict[str, Tensor]:
-        task = problem(index)
+        task = problem(index, arguments.examples)
         prompt = tokenizer(task.prompt, return_tensors="pt").input_ids.expand(arguments.rollouts, -1)
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         length = {"min_new_tokens": arguments.tokens, "max_new_tokens": arguments.tokens}
@@ -82,6 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rollouts", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a response")
+    parser.add_argument("--examples", type=int, default=24, help="worked examples in a prompt; 24 make 256 tokens")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--record", help="keep the rollouts in this file")
     parser.add_argument("--replay", help="train on the rollouts of this file")

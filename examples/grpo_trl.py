@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on SmolLM2-135M-Instruct, as it is, with eager, inductor or this package behind ``torch.compile``.
 
 python examples/grpo_trl.py [--backend dualkv|inductor|eager] [--steps 50] [--rollouts 8] [--tokens 32]
-    [--record FILE | --replay FILE] [--json FILE]
+    [--examples 24] [--record FILE | --replay FILE] [--json FILE]
 
 ``--record`` keeps the rollouts, ``--replay`` trains on kept ones, so that backends can be compared on the same data
 (`compare_runs.py`). Every generation is used twice, the second time with a clipped ratio.
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = _arguments()
     policy = load_pretrained()
     policy.tokenizer.padding_side = "left"
-    problems = [problem(index) for index in range(-(-arguments.steps // UPDATES))]
+    problems = [problem(index, arguments.examples) for index in range(-(-arguments.steps // UPDATES))]
     kept: list[list[list[int]]] = json.loads(Path(arguments.replay).read_text()) if arguments.replay else []
     given = iter(list(kept))
 
@@ -116,6 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rollouts", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a response")
+    parser.add_argument("--examples", type=int, default=24, help="worked examples in a prompt; 24 make 256 tokens")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--record", help="keep the rollouts in this file")
     parser.add_argument("--replay", help="train on the rollouts of this file")

@@ -9,7 +9,6 @@ WORDS = """apple bird boat book bread chair cloud coat corn cup dog door duck fa
 grass hand hat hill horse house key lake lamp leaf lemon milk moon mouse nest nose park pen plate pond rain ring road
 rock rose sand ship shoe snow sock song spoon star stone sun table tent train tree wall water wind wolf""".split()  # noqa: SIM905
 LENGTH = 4
-EXAMPLES = 24  # about 256 tokens of SmolLM2
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,10 @@ class Problem:
     answer: tuple[str, ...]
 
 
-def problem(index: int) -> Problem:
-    """The problem with this number; the same at every call."""
+def problem(index: int, examples: int) -> Problem:
+    """The problem with this number behind so many worked ``examples``; the same at every call."""
     choice = random.Random(index)
-    lists = [choice.sample(WORDS, LENGTH) for _ in range(EXAMPLES + 1)]
+    lists = [choice.sample(WORDS, LENGTH) for _ in range(examples + 1)]
     lines = [f"{' '.join(words)} -> {' '.join(reversed(words))}\n" for words in lists[:-1]]
     prompt = f"Write the words in reverse order.\n{''.join(lines)}{' '.join(lists[-1])} ->"
     return Problem(prompt, tuple(reversed(lists[-1])))
