@@ -1,0 +1,1 @@
+"""Parts of `policy_update.py`."""
