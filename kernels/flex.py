@@ -86,6 +86,18 @@ def check(strategy: str, device: torch.device, *, gradients: bool) -> None:
         raise InputError("attention 'flex_flash': flash-attn-4 is not installed (pip install dualkv-compile[fa4])")
 
 
+def check_scores(strategy: str, device: torch.device, scores: str) -> None:
+    """Raise InputError if the kernel of ``strategy`` cannot compute ``scores`` (see :func:`kind_of_scores`)."""
+    if scores and (strategy == "flex_flash" or "bias" in scores or ("sinks" in scores and device.type == "cpu")):
+        raise InputError(f"attention {strategy!r}: cannot compute scores with {scores} on {device.type}; use 'auto'")
+
+
+def kind_of_scores(*, softcap: bool, bias: bool, sinks: bool) -> str:
+    """What is done to scores beside scaling and masking: "" or some of "softcap+bias+sinks"."""
+    given = {"softcap": softcap, "bias": bias, "sinks": sinks}
+    return "+".join(name for name, present in given.items() if present)
+
+
 def check_operands(strategy: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     """Raise InputError for operands that the kernel of ``strategy`` would refuse or compute wrongly."""
     if strategy == "flex_flash" and (
@@ -123,6 +135,8 @@ def attend(
     scale: float,
     backend: str,
     with_lse: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of packed tokens; to be traced by Dynamo, never to be run.
 
@@ -140,6 +154,8 @@ def attend(
         scale: factor on the scores.
         backend: "TRITON" or "FLASH".
         with_lse: whether to return the LSE.
+        sinks: ``[H]``, a score in every query's softmax that has no value, or None. Not for "FLASH" or on the CPU.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the mask; 0 for none. Not for "FLASH".
 
     Returns:
         ``out [1, H, T, Dv]`` in the dtype of q, token-major; ``lse [1, H, T]``, natural log, float32, detached, or None
@@ -165,15 +181,26 @@ def attend(
     lists: Any = dict(zip(_LISTS, blocks, strict=True))
     visible = _mask_mod(rank, column, end, vectors, pairs)
     mask = BlockMask(seq_lengths=(tokens, tokens), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, **lists)
+    scores = _score_mod(softcap)
     # The CPU kernel has no LSE. Nor has it gradients, which is what selecting by the LSE is for.
-    if not with_lse and (not blind or q.device.type == "cpu"):
-        out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options)
+    if not with_lse and sinks is None and (not blind or q.device.type == "cpu"):
+        out = flex_attention(q, k, v, scores, mask, scale=scale, enable_gqa=True, kernel_options=options)
         return out[:, :, :given], None
+    wanted = AuxRequest(lse=True)
     out, aux = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options, return_aux=AuxRequest(lse=True)
+        q, k, v, scores, mask, scale=scale, enable_gqa=True, kernel_options=options, return_aux=wanted
     )
     assert aux.lse is not None
-    out, lse = out[:, :, :given], aux.lse[:, :, :given].detach()
+    out, lse = out[:, :, :given], aux.lse[:, :, :given]
+    if sinks is not None:
+        # Queries that see no key have out 0 and LSE -inf, whose derivative must not be asked for.
+        seen = lse > -math.inf
+        sink = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+        finite = torch.where(seen, lse, 0.0)
+        out = torch.where(seen.unsqueeze(-1), out * torch.sigmoid(finite - sink).unsqueeze(-1), 0.0).to(out.dtype)
+        lse = torch.where(seen, torch.logaddexp(finite, sink), sink).detach()
+        return out, lse if with_lse else None
+    lse = lse.detach()
     if backend == "FLASH" and _RESCALES_FLASH:
         # ln 2 as a literal: with dynamic=True Dynamo makes a number read from a global an input of the graph, and does
         # not find it again in the next checkpoint body.
@@ -205,6 +232,20 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "neg": lambda a: 0 - a, "abs": lambda a: torch.where(a < 0, 0 - a, a),
     "minimum": lambda a, b: torch.where(a < b, a, b), "maximum": lambda a, b: torch.where(a > b, a, b),
 }  # fmt: skip
+
+
+def _score_mod(softcap: float) -> Callable[..., Tensor] | None:
+    """What is done to scaled scores before the mask; None if nothing is.
+
+    Numbers by key are not added here: torch 2.13 drops the gradient of such a tensor without a word where it is a view.
+    """
+    if not softcap:
+        return None
+
+    def bent(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return bent
 
 
 def _mask_mod(

@@ -45,7 +45,8 @@ class Workload:
 
     ``device``: its index. ``dtype``: without "torch.". ``mask``: "none"; "keys" if beside the tree it only hides the
     same keys from all queries (padding), which the plan knows; or "any".
-    ``repeatable``: whether gradients must be the same, bit for bit, in every run.
+    ``repeatable``: whether gradients must be the same, bit for bit, in every run. ``scores``: what is done to them
+    beside scaling and masking, "" or some of "softcap+bias+sinks".
     """
 
     device: int
@@ -56,6 +57,7 @@ class Workload:
     value_dim: int
     mask: str
     repeatable: bool
+    scores: str = ""
 
     @staticmethod
     def of(
@@ -66,12 +68,13 @@ class Workload:
         head_dim: int,
         value_dim: int,
         mask: str = "none",
+        scores: str = "",
     ) -> Workload:
         """The class of calls with these operands under torch's present deterministic mode."""
         index = torch.cuda.current_device() if device.index is None else device.index
         repeatable = torch.are_deterministic_algorithms_enabled()
         name = str(dtype).removeprefix("torch.")
-        return Workload(index, name, heads, kv_heads, head_dim, value_dim, mask, repeatable)
+        return Workload(index, name, heads, kv_heads, head_dim, value_dim, mask, repeatable, scores)
 
 
 def candidates(workload: Workload, mask: str = "") -> tuple[str, ...]:
@@ -87,12 +90,18 @@ def candidates(workload: Workload, mask: str = "") -> tuple[str, ...]:
         and workload.head_dim in flex.FLASH_HEAD_DIMS
         and torch.cuda.get_device_capability(device)[0] in (9, 10)
         and not workload.repeatable
+        and not workload.scores
         and flex.expressible("flex_flash", mask)
     ):
         found.append("flex_flash")
-    if half and equal and workload.mask != "any" and fused.flash_usable(device, workload.head_dim):
+    regions = half and equal and workload.mask != "any" and workload.scores in ("", "sinks")
+    if regions and fused.flash_usable(device, workload.head_dim):
         found.append("dense")
-    if workload.dtype != "float64" and min(workload.head_dim, workload.value_dim) >= 16:
+    if (
+        workload.dtype != "float64"
+        and min(workload.head_dim, workload.value_dim) >= 16
+        and "bias" not in workload.scores
+    ):
         found.append("flex")
     return (*found, FALLBACK)
 

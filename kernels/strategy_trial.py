@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 8e-3, "float32": 2e-5}
 _RUNS = 7
 _PADDING = 5
 _MASK = "('k', 0)"  # which tokens are real
+_SOFTCAP = 3.0  # so low that it bends the scores of random operands
 
 
 def tree(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> tuple[PrefixPlan, Tensor]:
@@ -50,18 +52,30 @@ def tree(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> t
     return plan, valid.flatten()[plan.token]
 
 
-def attend(name: str, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, valid: Tensor | None) -> Tensor:
-    """Attention by one strategy; ``valid`` bool ``[T]`` hides keys."""
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, plan: PrefixPlan, valid: Tensor | None, **bent: Any) -> Tensor:
+    """Attention by one strategy; ``valid`` bool ``[T]`` hides keys, ``bent`` are sinks and softcap."""
     vectors, mask = ([], "") if valid is None else ([valid], _MASK)
     places = (plan.rank, plan.column, plan.end)
     scale = q.shape[-1] ** -0.5
     if name in flex.BACKENDS:
-        return flex_compiled.run(q, k, v, *places, vectors, mask, scale=scale, strategy=name)[0]
+        return flex_compiled.run(q, k, v, *places, vectors, mask, scale=scale, strategy=name, **bent)[0]
     nodes = plan.nodes
     if name == "dense" and valid is not None:
         assert plan.visible is not None
         name, nodes = "dense_visible", plan.visible
-    return packed_attention(q, k, v, *places, nodes, vectors, mask, scale=scale, strategy=name)[0]
+    return packed_attention(q, k, v, *places, nodes, vectors, mask, scale=scale, strategy=name, **bent)[0]
+
+
+def bent_scores(workload: Workload) -> dict[str, Any]:
+    """Sinks that require gradients and a soft cap, of those that the workload has."""
+    given: dict[str, Any] = {}
+    if "sinks" in workload.scores:
+        device = torch.device("cuda", workload.device)
+        generator = torch.Generator(device).manual_seed(1)
+        given["sinks"] = torch.randn(workload.heads, device=device, generator=generator).requires_grad_()
+    if "softcap" in workload.scores:
+        given["softcap"] = _SOFTCAP
+    return given
 
 
 def operands(workload: Workload, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,7 +93,7 @@ def operands(workload: Workload, tokens: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def worst_error(name: str, workload: Workload) -> float:
-    """Largest relative RMS error of the output and the three gradients on ragged trees, NaN if any is not finite."""
+    """Largest relative RMS error of the output and all gradients on ragged trees, NaN if any is not finite."""
     device = torch.device("cuda", workload.device)
     worst = 0.0
     # Two sizes, so that a kernel compiled for any size is also used at another one.
@@ -87,14 +101,15 @@ def worst_error(name: str, workload: Workload) -> float:
         plan, real = tree(groups, device)
         valid = None if workload.mask == "none" else real
         q, k, v, grad = operands(workload, plan.tokens)
-        out = attend(name, q, k, v, plan, valid)
-        grads = torch.autograd.grad(out, (q, k, v), grad)
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        bent = bent_scores(workload)
+        out = attend(name, q, k, v, plan, valid, **bent)
+        leaves = {"q": q, "k": k, "v": v, **{key: x for key, x in bent.items() if isinstance(x, Tensor)}}
+        grads = torch.autograd.grad(out, list(leaves.values()), grad)
+        exact = {key: x.detach().double().requires_grad_() for key, x in leaves.items()}
         extra = None if valid is None else valid.unsqueeze(0)
-        right, _ = reference.packed_attention(
-            exact[0], exact[1], exact[2], plan.rank, plan.column, plan.end, q.shape[-1] ** -0.5, extra
-        )
-        right_grads = torch.autograd.grad(right, exact, grad.double())
+        tree_ = {"rank": plan.rank, "column": plan.column, "end": plan.end, "scale": q.shape[-1] ** -0.5}
+        right, _ = reference.packed_attention(**{**bent, **exact}, **tree_, extra=extra)
+        right_grads = torch.autograd.grad(right, list(exact.values()), grad.double())
         for got, expected in zip((out, *grads), (right, *right_grads), strict=True):
             error = (got.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
             if not math.isfinite(float(error)):
@@ -108,13 +123,15 @@ def milliseconds(name: str, workload: Workload) -> float:
     plan, real = tree([(4096, (1024,) * 16)], torch.device("cuda", workload.device))
     valid = None if workload.mask == "none" else real
     q, k, v, grad = operands(workload, plan.tokens)
+    bent = bent_scores(workload)
+    leaves = [q, k, v, *(x for x in bent.values() if isinstance(x, Tensor))]
     times = []
     for run in range(_RUNS + 3):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Work in front of the first event, so that the launches behind it are not waited for.
         torch.cuda._sleep(2_000_000)
         start.record()
-        torch.autograd.grad(attend(name, q, k, v, plan, valid), (q, k, v), grad)
+        torch.autograd.grad(attend(name, q, k, v, plan, valid, **bent), leaves, grad)
         stop.record()
         torch.cuda.synchronize()
         if run >= 3:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dualkv_compile.kernels.flex import BACKENDS, check_operands
+from dualkv_compile.errors import InputError
+from dualkv_compile.kernels.flex import BACKENDS, check_operands, check_scores, kind_of_scores
 from dualkv_compile.kernels.predicate import to_text
-from dualkv_compile.kernels.strategy import FALLBACK, Workload, choose
+from dualkv_compile.kernels.strategy import Workload, choose
 from dualkv_compile.passes import flex, scores
 from dualkv_compile.passes.mask import Lifted, lift
 from dualkv_compile.passes.pack import Scope
@@ -136,7 +137,7 @@ def _attend(cx: Scope, node: fx.Node, parts: tuple[_Operand, _Operand, _Operand]
     cx.records.strategies.add(strategy)
     if strategy in BACKENDS and cx.compiled:
         check_operands(strategy, node.meta["val"].dtype, int(query.width), int(value.width))
-        new = flex.emit(cx, frame, operands, lifted, text, scale, strategy)
+        new = flex.emit(cx, frame, operands, meaning, text, strategy)
     else:
         nodes = "nodes"
         if strategy == "dense" and kind == "keys":
@@ -200,20 +201,20 @@ def _hides_keys_only(cx: Scope, frame: Frame, lifted: Lifted) -> bool:
 def _strategy(cx: Scope, node: fx.Node, sizes: tuple[Size, ...], kind: str, meaning: Meaning, mask: str) -> str:
     """The way to compute this attention; what "auto" means on a GPU is decided here, elsewhere by the operator."""
     val = node.meta["val"]
-    bent = meaning.bias is not None or meaning.softcap
-    if (bent and cx.strategy in ("regions", "dense", *BACKENDS)) or (
-        meaning.sinks is not None and cx.strategy in BACKENDS
-    ):
-        raise Unproven(f"attention {cx.strategy!r} computes scores without soft cap, bias and sinks only")
+    bias, sinks = meaning.bias is not None, meaning.sinks is not None
+    scores = kind_of_scores(softcap=bool(meaning.softcap), bias=bias, sinks=sinks)
+    if (bias or meaning.softcap) and cx.strategy in ("regions", "dense"):
+        raise Unproven(f"attention {cx.strategy!r} computes scores without soft cap and bias only")
+    if cx.strategy in BACKENDS:
+        try:
+            check_scores(cx.strategy, val.device, scores)
+        except InputError as error:
+            raise Unproven(str(error)) from error
     # Beside Inductor's code FlexAttention is no choice, and the operator knows what is.
     if cx.strategy != "auto" or val.device.type != "cuda" or not cx.compiled:
         return cx.strategy
-    if bent:
-        return FALLBACK
     heads, kv_heads, head_dim, value_dim = map(int, sizes)
-    chosen = choose(Workload.of(val.device, val.dtype, heads, kv_heads, head_dim, value_dim, kind), mask)
-    # Sinks change what the backward is given as the LSE, which FlexAttention keeps to itself.
-    return FALLBACK if meaning.sinks is not None and chosen in BACKENDS else chosen
+    return choose(Workload.of(val.device, val.dtype, heads, kv_heads, head_dim, value_dim, kind, scores), mask)
 
 
 def _grouped_alike(cx: Scope, key: _Operand, value: _Operand, heads: Size) -> tuple[fx.Node, fx.Node, Size]:

@@ -21,9 +21,10 @@ import torch.fx as fx
 from dualkv_compile.kernels.block_mask import BLOCK
 from dualkv_compile.kernels.flex import BACKENDS, attend, expressible
 from dualkv_compile.kernels.pair_mask import pair_form
-from dualkv_compile.passes.mask import Lifted, bring
+from dualkv_compile.passes.mask import bring
 from dualkv_compile.passes.pack import Scope
 from dualkv_compile.passes.reasons import Unproven
+from dualkv_compile.passes.scores import Meaning
 from dualkv_compile.passes.values import Frame
 
 
@@ -42,9 +43,8 @@ def emit(
     cx: Scope,
     frame: Frame,
     operands: Sequence[fx.Node],
-    lifted: Lifted,
+    meaning: Meaning,
     mask: str,
-    scale: float,
     strategy: str,
 ) -> fx.Node:
     """Emit attention of the packed ``operands`` (query, key, value); the node is the tuple ``(out, None)``.
@@ -55,7 +55,7 @@ def emit(
         raise Unproven(
             "its mask divides numbers of both positions, which flash-attn-4 is not known to do as torch does"
         )
-    home = cx
+    home, lifted = cx, meaning.mask
     owners = [owner for owner, _ in lifted.origins]
     while home.parent is not None and home not in owners:
         home = home.parent
@@ -71,8 +71,11 @@ def emit(
         [bring(cx, home, node) for node in made.sides],
         pair_form(mask).pairs,
         bool(mask),
-        scale,
+        float(meaning.scale),
         BACKENDS[strategy],
+        False,
+        meaning.sinks,
+        float(meaning.softcap),
     )
 
 

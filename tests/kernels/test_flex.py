@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 import dualkv_compile
 from dualkv_compile.compiled import CompiledFunction, generated_function
 from dualkv_compile.errors import CompilationError, InputError, OptionError
-from dualkv_compile.kernels import flex, flex_compiled
+from dualkv_compile.kernels import flex, flex_compiled, reference
 from dualkv_compile.kernels.block_mask import block_mask
 from dualkv_compile.kernels.flex import attend
 from dualkv_compile.kernels.pair_mask import pair_form
@@ -68,7 +68,7 @@ def test_one_compilation_serves_all_trees(mask: str) -> None:
             blind += int((expected == 0).all(-1).sum())
             torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
             assert out.stride(-2) == out.shape[1] * out.shape[-1]  # ordered by token
-            assert flex_compiled._entry(mask, 0.25, "TRITON", False).compilations == compilations
+            assert flex_compiled._entry(mask, 0.25, "TRITON", False, 0.0).compilations == compilations
     assert (blind > 0) == bool(mask)
 
 
@@ -133,7 +133,7 @@ def test_gradients_by_the_dense_form(backend: str, monkeypatch: pytest.MonkeyPat
     pairs = pair_form(mask).pairs
 
     def traced(*x: Tensor) -> Any:
-        return flex_compiled._trace(*x[:6], [x[6]], mask, pairs, 0.25, backend, True)
+        return flex_compiled._trace(*x[:6], [x[6]], None, mask, pairs, 0.25, backend, True, 0.0)
 
     compiled = torch.compile(
         traced, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True, dynamic=True
@@ -145,6 +145,78 @@ def test_gradients_by_the_dense_form(backend: str, monkeypatch: pytest.MonkeyPat
     assert not lse.requires_grad
     (backward,) = [node for node in graphs[-1].graph.nodes if "flex_attention_backward" in str(node.target)]
     assert backward.args[6] is None  # the gradient of the LSE
+
+
+BENT: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "both": {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+@pytest.mark.parametrize("case", BENT)
+def test_gradients_of_bent_scores_by_the_dense_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft cap and sinks with their gradients, where some queries see no key."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    plan = make_plan(TREES["ragged"])
+    mask = to_text(("and", ("k", 0), WINDOW))
+    valid = plan.column >= 4
+    q, k, v, grad = operands(plan, dim=16)
+    given = BENT[case]
+    everyone = slice(0, plan.tokens)
+    extra = evaluate(from_text(mask), [valid], plan.column, everyone, everyone)  # type: ignore[arg-type]
+    tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in given.items() if isinstance(x, Tensor)}}
+    exact = {name: x.double().requires_grad_() for name, x in tensors.items()}
+    tree = (plan.rank, plan.column, plan.end)
+    places = dict(zip(("rank", "column", "end"), tree, strict=True))
+    right, _ = reference.packed_attention(**{**given, **exact}, **places, scale=0.25, extra=extra)
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    q_, k_, v_ = (leaves[name] for name in "qkv")
+    softcap, pairs = given.get("softcap", 0.0), pair_form(mask).pairs
+
+    # As in a packed graph, the numbers are literals: others become inputs under dynamic=True.
+    traced = generated_function(
+        "bent",
+        "q, k, v, rank, column, end, valid, sinks",
+        f"trace(q, k, v, rank, column, end, [valid], sinks, {mask!r}, {pairs!r}, 0.25, 'TRITON', True, {softcap!r})",
+        {"trace": flex_compiled._trace},
+    )
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True, dynamic=True)
+    out, lse = compiled(q_, k_, v_, *tree, valid, leaves.get("sinks"))
+    seen = (extra & reference.tree_visible(*tree)).any(-1)
+    assert not seen.all()
+    assert (out[:, :, ~seen] == 0).all()
+    least = given.get("sinks", torch.tensor([-torch.inf]))
+    assert (lse[:, :, ~seen] == least[None, :, None]).all()
+    found = torch.autograd.grad(out, list(leaves.values()), grad)
+    expected = torch.autograd.grad(right, list(exact.values()), grad.double())
+    for name, x, y in zip(("out", *leaves), (out, *found), (right, *expected), strict=True):
+        assert (x.double() - y).abs().max() <= 1e-5 * y.abs().max(), name
+
+
+def test_a_soft_cap_in_the_compiled_kernel() -> None:
+    plan = make_plan(LONG_TREES["prompts"])
+    tensors = operands(plan, dtype=torch.float32, heads=4, kv_heads=2, dim=16)
+    tree = (plan.rank, plan.column, plan.end)
+    with torch.no_grad():
+        out, _ = flex_compiled.run(*tensors[:3], *tree, scale=0.25, strategy="flex", softcap=3.0)
+        right, _ = reference.packed_attention(*(x.double() for x in tensors[:3]), *tree, 0.25, softcap=3.0)
+        plain, _ = reference.packed_attention(*(x.double() for x in tensors[:3]), *tree, 0.25)
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-5)
+    assert (right - plain).abs().max() > 1e-3
+
+
+def test_scores_that_a_kernel_cannot_bend() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    flex.check_scores("flex", cuda, "softcap+sinks")
+    flex.check_scores("flex_flash", cuda, "")
+    with pytest.raises(InputError, match="'flex_flash': cannot compute scores with softcap on cuda"):
+        flex.check_scores("flex_flash", cuda, "softcap")
+    with pytest.raises(InputError, match="scores with bias on cuda"):
+        flex.check_scores("flex", cuda, "bias")
+    with pytest.raises(InputError, match="sinks on cpu"):
+        flex.check_scores("flex", cpu, "sinks")
 
 
 def test_dense_form_is_an_error() -> None:

@@ -53,6 +53,12 @@ class Trials:
         ({"head_dim": 8, "value_dim": 8}, ("dense", "blocks")),
         ({"dtype": "float32"}, ("flex", "blocks")),
         ({"dtype": "float64"}, ("blocks",)),
+        ({"scores": "sinks"}, ("dense", "flex", "blocks")),
+        ({"scores": "sinks", "mask": "any"}, ("flex", "blocks")),
+        ({"scores": "softcap"}, ("flex", "blocks")),
+        ({"scores": "softcap+sinks", "repeatable": True}, ("flex", "blocks")),
+        ({"scores": "bias"}, ("blocks",)),
+        ({"scores": "softcap+bias"}, ("blocks",)),
     ],
 )
 def test_candidates(changes: dict[str, object], expected: tuple[str, ...]) -> None:

@@ -18,9 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dualkv_compile
 from dualkv_compile.errors import InputError
-from dualkv_compile.kernels import flex, flex_compiled, reference
+from dualkv_compile.kernels import flex, flex_compiled, reference, strategy_trial
 from dualkv_compile.kernels.block_mask import block_mask
 from dualkv_compile.kernels.predicate import Expression, evaluate, from_text, to_text
+from dualkv_compile.kernels.strategy import Workload
 from tests.kernels.helpers import NAMES, Plan, group, make_plan, operands
 from tests.models.harness import build, rollouts
 
@@ -69,6 +70,32 @@ def computed(
     assert lse is not None
     grads = torch.autograd.grad(out, (q, k, v), tensors[3].cuda())
     return [out.detach(), lse, *grads]
+
+
+@pytest.mark.parametrize("scores", ["softcap", "sinks", "softcap+sinks"])
+@pytest.mark.parametrize("mask", ["", "window"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bent_scores(scores: str, mask: str, dtype: torch.dtype) -> None:
+    """Soft cap and sinks, with gradients, through the Triton kernel."""
+    plan = make_plan(TREES["prompt_and_ragged_responses"])
+    tensors = operands(plan, dtype=dtype, heads=8, kv_heads=2, dim=64)
+    workload = Workload(0, str(dtype).removeprefix("torch."), 8, 2, 64, 64, "any", False, scores)
+    given = strategy_trial.bent_scores(workload)
+    leaves = {name: x.cuda().requires_grad_() for name, x in zip("qkv", tensors[:3], strict=True)}
+    leaves |= {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    places, text = on_gpu(plan), to_text(MASKS[mask]) if mask else ""
+    out, _ = flex_compiled.run(
+        leaves["q"], leaves["k"], leaves["v"], *places, [], text, scale=0.125, strategy="flex", **given
+    )
+    grads = torch.autograd.grad(out, list(leaves.values()), tensors[3].cuda())
+    double = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    everyone = slice(0, plan.tokens)
+    extra = evaluate(MASKS[mask], [], places[1], everyone, everyone) if mask else None
+    tree = dict(zip(("rank", "column", "end"), places, strict=True))
+    right, _ = reference.packed_attention(**{**given, **double}, **tree, scale=0.125, extra=extra)
+    expected = torch.autograd.grad(right, list(double.values()), tensors[3].cuda().double())
+    for name, x, y in zip(("out", *leaves), (out, *grads), (right, *expected), strict=True):
+        assert rms(x.double() - y) <= TOO_MUCH[dtype] * rms(y), name
 
 
 def exact(plan: Plan, tensors: Sequence[Tensor], extra: Tensor | None) -> list[Tensor]:
