@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualkv_compile.kernels import triton_gather
 from dualkv_compile.kernels.merge import accumulation_dtype
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -103,6 +104,8 @@ def _unpack(x: Tensor, inverse: Tensor, dim: int) -> Tensor:
     flat = inverse.reshape(-1)
     if x.shape[dim] == 0:
         return x.new_zeros(shape)
+    if triton_gather.accepts(x):
+        return triton_gather.unpack(x, inverse, dim)
     dropped = flat < 0
     # Written into its final form: autograd would forbid the user to change a view made by a custom operator in place.
     result = x.new_empty(shape)
@@ -126,6 +129,8 @@ def _unpack_fake(x: Tensor, inverse: Tensor, dim: int) -> Tensor:
 
 
 def _unpack_backward(grad: Tensor, inverse: Tensor, dim: int, size: int) -> Tensor:
+    if triton_gather.accepts(grad):
+        return triton_gather.unpack_backward(grad, inverse, dim, size)
     flat = inverse.reshape(-1)
     grad = grad.flatten(dim, dim + inverse.dim() - 1)
     dtype = accumulation_dtype(grad.dtype) if grad.is_floating_point() else grad.dtype
