@@ -53,6 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120, help="for the timed updates; lowers the runs")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--init", type=float, help="standard deviation of the random weights; default the model's")
+    parser.add_argument("--profile", type=int, default=0, help="show this many kernels that take most of an update")
     parser.add_argument("--json", type=Path, help="results are added to those in this file")
     parser.add_argument("--plot", help="of everything in --json; needs matplotlib")
     args = parser.parse_args(arguments)
@@ -122,6 +123,10 @@ def main(arguments: list[str] | None = None) -> int:
         runner.rate(works, ceiling)
     rows = [row for _, row in pairs]
     show(console, case, rows)
+    for contender, row in works if args.profile else ():
+        console.print(f"{row.contender}, kernels of one update:", highlight=False)
+        for kernel in runner.kernels(contender, row.micro_rows)[: args.profile]:
+            console.print("  {ms:9.1f} ms {calls:6d} x  {name}".format(**kernel), highlight=False, markup=False)
     result: dict[str, Any] = {"case": case, "settings": _plain(args), "rows": [asdict(row) for row in rows]}
     if len(works) > 1 and len(works[0][1].times) >= 6:
         result["paired"] = dict(paired(works[0][1], works[-1][1]))

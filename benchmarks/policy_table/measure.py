@@ -149,6 +149,23 @@ class Runner:
                 break
         self.model.zero_grad(set_to_none=True)
 
+    def kernels(self, contender: Contender, micro_rows: int) -> list[dict[str, Any]]:
+        """What one update spends its time in, longest first: kernels on a GPU, operators on a CPU."""
+        self.update(contender, micro_rows)
+        with torch.profiler.profile() as profile:
+            self.update(contender, micro_rows)
+        self.model.zero_grad(set_to_none=True)
+        spent: dict[str, dict[str, Any]] = {}
+        for event in profile.key_averages():
+            if self.device.cuda and event.device_type != torch.autograd.DeviceType.CUDA:
+                continue  # an operator, which has the time of its kernels once more
+            microseconds = event.self_device_time_total if self.device.cuda else event.self_cpu_time_total
+            if microseconds:
+                row = spent.setdefault(event.key[:150], {"name": event.key[:150], "ms": 0.0, "calls": 0})
+                row["ms"] += microseconds / 1e3
+                row["calls"] += event.count
+        return sorted(spent.values(), key=lambda row: -row["ms"])
+
     def rate(self, pairs: list[tuple[Contender, Row]], ceiling: float) -> None:
         """Fill in what follows from times: rates and ratios. ``ceiling``: TFLOP/s of a matrix product."""
         whole = count(self.model, self.batch, shared=False, padded=False, recomputed=False).total
