@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 
 from attention_table.device import Device, ceilings
+from dualkv_compile.kernels.strategy import Workload, choose
 from policy_table.batch import Batch
 from policy_table.contenders import MAKERS, contenders
 from policy_table.measure import Row, Runner, paired
@@ -80,6 +81,14 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
+def trial_seconds(config: Any, dtype: torch.dtype) -> float:
+    """How long it takes to choose the way attention is computed, which is kept on disk and not part of "cold"."""
+    begin = time.perf_counter()
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
+    choose(Workload.of(torch.device("cuda"), dtype, *heads, "keys"))
+    return time.perf_counter() - begin
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 1 if a contender failed, or one of ours did not share."""
     args, console, begin = parse(arguments), Console(width=190), time.perf_counter()
@@ -111,6 +120,10 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(name, ", ".join(f"{key} {value}" for key, value in used.items()), highlight=False)
     console.print(f"matrix product {ceiling:,.1f} TFLOP/s; {batch.scored:,} tokens scored", highlight=False)
 
+    trial = trial_seconds(model.config, dtype) if device.cuda and args.attention == "auto" else None
+    if trial is not None:
+        console.print(f"trials of attention strategies, once per machine: {trial:.0f} s", highlight=False)
+
     runner = Runner(device, model, batch, recomputed=args.checkpointing)
     pairs = []
     for contender in contenders(model, args.contenders.split(","), {"attention": args.attention}):
@@ -137,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
             highlight=False,
         )
     if args.json:
-        _add(args.json, {"device": name, "versions": used, "ceiling_tflops": ceiling}, result)
+        _add(args.json, {"device": name, "versions": used, "ceiling_tflops": ceiling, "trial_s": trial}, result)
         if args.plot:
             plot(args.plot, json.loads(args.json.read_text())["cases"], f"{name}, torch {used['torch']}")
     return int(any(_failed(row, shared=args.rollouts > 1) for row in rows))
